@@ -1,0 +1,147 @@
+"""Dtype names, the cast of one tensor, and the one walk through nested values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtypepin._errors import PinError
+
+#: The only dtypes that are ever cast, in or out.
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+# ``x.float()`` costs half of ``x.to(torch.float32)``: no argument parsing.
+_CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float32: Tensor.float,
+    torch.float64: Tensor.double,
+}
+
+_NAMES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+    "double": torch.float64,
+}
+
+
+def resolve_dtype(dtype: object, argument: str = "dtype") -> torch.dtype:
+    """Turn ``torch.float32``, ``"float32"``, ``"torch.float32"`` or ``"fp32"`` into a dtype."""
+    found = dtype
+    if isinstance(dtype, str):
+        found = _NAMES.get(dtype.lower().strip().removeprefix("torch."))
+    if isinstance(found, torch.dtype) and found in FLOATS:
+        return found
+    raise PinError(
+        f"{argument}: got {dtype!r}, expected float16, bfloat16, float32 or float64, as a "
+        f"torch.dtype or by name ({', '.join(_NAMES)})"
+    )
+
+
+def short(dtype: torch.dtype | None) -> str:
+    """``float32`` for ``torch.float32``; ``-`` for None."""
+    return "-" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast one floating tensor; the very same object comes back where nothing is to be done."""
+    return tensor if tensor.dtype is dtype else _CASTS[dtype](tensor)
+
+
+def is_castable(value: object) -> bool:
+    """Whether a value is a tensor of 16, 32 or 64-bit floats."""
+    return isinstance(value, Tensor) and value.dtype in FLOATS
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every castable tensor in a nested value.
+
+    Dicts, lists, tuples, named tuples and dataclasses are walked, subclasses of them too, and
+    come back as what they were; the very same object comes back where nothing changed. A tensor
+    that occurs twice is handed to the function once. Everything else passes through untouched.
+
+    Args:
+        value: anything.
+        function: gets a tensor of 16, 32 or 64-bit floats, of any shape.
+
+    Returns:
+        The value, with every castable tensor replaced.
+    """
+    if isinstance(value, Tensor):
+        return function(value) if value.dtype in FLOATS else value
+    return _map(value, function, {}, [])
+
+
+def _map(
+    value: Any,
+    function: Callable[[Tensor], Tensor],
+    done: dict[int, Tensor],
+    above: list[Any],
+) -> Any:
+    if isinstance(value, Tensor):
+        if value.dtype not in FLOATS:
+            return value
+        if id(value) not in done:
+            done[id(value)] = function(value)
+        return done[id(value)]
+    if isinstance(value, dict):
+        items: dict[Any, Any] = value
+    elif isinstance(value, (list, tuple)):
+        items = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if hasattr(value, field.name)
+        }
+    else:
+        return value
+    if any(value is outer for outer in above):
+        return value  # a container that holds itself
+    above.append(value)
+    changed: dict[Any, Any] = {}
+    for key, item in items.items():
+        new = _map(item, function, done, above)
+        if new is not item:
+            changed[key] = new
+    above.pop()
+    return _rebuild(value, items, changed) if changed else value
+
+
+def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A copy of a container with some of its items replaced, of the same type."""
+    kind = type(value)
+    if kind is dict:
+        return {**items, **changed}
+    if isinstance(value, tuple):
+        values = [changed.get(key, item) for key, item in items.items()]
+        if kind is tuple:
+            return tuple(values)
+        if hasattr(value, "_fields"):  # a named tuple; also torch's PackedSequence
+            return tuple.__new__(kind, values)
+        if hasattr(value, "n_fields"):  # torch.return_types.*, a C struct sequence
+            return kind(values)
+        return tuple.__new__(kind, values)
+    if kind is list:
+        return [changed.get(key, item) for key, item in items.items()]
+    # copy.copy keeps default factories, extra attributes and fields that __init__ does not take.
+    new = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, (dict, list)):
+            new[key] = item
+        else:
+            object.__setattr__(new, key, item)  # also a frozen dataclass
+    return new

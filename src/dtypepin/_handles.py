@@ -1,0 +1,270 @@
+"""What ``apply`` hands out: a view of the pins, without power to keep a model alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, overload
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from dtypepin import _hooks, _params, _region
+from dtypepin._cast import short
+from dtypepin._errors import PinError, warn
+from dtypepin._hooks import Pin
+
+
+class Row(NamedTuple):
+    """One pinned method, as a line of a table."""
+
+    name: str
+    class_name: str
+    method: str
+    dtype: torch.dtype
+    parameters: str
+    aliases: tuple[str, ...]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned columns; the aliases column is left out where there are none."""
+    head = ["name", "class", "method", "dtype", "parameters", "aliases"]
+    lines = [
+        [
+            row.name or "(root)",
+            row.class_name,
+            row.method,
+            short(row.dtype),
+            row.parameters,
+            ", ".join(row.aliases) or "-",
+        ]
+        for row in rows
+    ]
+    columns = len(head) if any(row.aliases for row in rows) else len(head) - 1
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(columns)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=False)).rstrip()
+        for line in [head, *lines]
+    )
+
+
+def parameters_kind(module: nn.Module, dtype: torch.dtype, override: bool) -> str:
+    """``stored``, ``cast per call`` or ``none``: how floating parameters and buffers become dtype.
+
+    ``as they are`` where they are in that dtype already.
+    """
+    own = [value.dtype for _, value in _params.own_floats(module)]
+    if override and own:
+        return "stored"
+    floats = [v.dtype for part in module.modules() for _, v in _params.own_floats(part)]
+    if not floats:
+        return "none"
+    return "cast per call" if any(found is not dtype for found in floats) else "as they are"
+
+
+class PinHandle:
+    """One pinned method of one module.
+
+    It does not keep the model alive.
+
+    Attributes:
+        name: the module's dotted name, wrapper prefixes removed; ``""`` for the root.
+        names: all its names, where it is shared.
+        class_name: the name of its class.
+        method: ``"forward"`` or the other method's name.
+        dtype: the dtype that it computes in.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pin: Pin,
+        names: tuple[str, ...],
+        class_name: str,
+        parents: tuple[nn.Module, ...],
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._pin = weakref.ref(pin)
+        self._parents = tuple(weakref.ref(parent) for parent in parents)
+        self.name, self.names, self.class_name = names[0], names, class_name
+        self.method, self.dtype = pin.method, pin.dtype
+        self._removed = False
+        pin.holders += 1
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The pinned module, or None once it is gone."""
+        return self._module()
+
+    @property
+    def active(self) -> bool:
+        """Whether the pin stands on the module, and no later one counts instead."""
+        module, pin = self._module(), self._pin()
+        return bool(
+            not self._removed and module is not None and pin and pin.active and _stands(module, pin)
+        )
+
+    @property
+    def ran(self) -> bool:
+        """Whether the pinned method was called at all since it was pinned."""
+        pin = self._pin()
+        return pin is not None and pin.ran
+
+    def remove(self) -> None:
+        """Take this pin off again; a second time does nothing.
+
+        Where the same pin was applied twice, it stands until both handles are removed.
+        """
+        if self._removed:
+            return
+        self._removed = True
+        module, pin = self._module(), self._pin()
+        if module is None or pin is None or not _stands(module, pin):
+            return
+        pin.holders -= 1
+        if pin.holders <= 0:
+            parents = [p for p in (ref() for ref in self._parents) if p is not None]
+            remove(module, pin, parents)
+
+    def row(self) -> Row:
+        """This pin as a line of the table."""
+        module, pin = self._module(), self._pin()
+        kind = "removed"
+        if module is not None and pin is not None and not self._removed and _stands(module, pin):
+            kind = parameters_kind(module, pin.dtype, pin.override)
+        return Row(self.name, self.class_name, self.method, self.dtype, kind, self.names[1:])
+
+    def __repr__(self) -> str:
+        return (
+            f"PinHandle({self.name!r}, {self.class_name}, {self.method}, {short(self.dtype)}"
+            f"{'' if self.active else ', not active'})"
+        )
+
+
+class PinHandles(Sequence[PinHandle]):
+    """The pins of one ``apply``: a sequence of handles, and a context manager that removes them.
+
+    ``print`` shows them as a table. It does not keep the model alive.
+
+    Example:
+        >>> import torch, dtypepin
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> pins = dtypepin.apply(model, class_patterns="LayerNorm")
+        >>> print(pins)
+        name  class      method   dtype    parameters
+        1     LayerNorm  forward  float32  cast per call
+        >>> pins.remove()
+        >>> pins[0].active
+        False
+    """
+
+    def __init__(self, handles: Sequence[PinHandle]) -> None:
+        self._handles = tuple(handles)
+
+    @overload
+    def __getitem__(self, index: int) -> PinHandle: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PinHandle]: ...
+    def __getitem__(self, index: int | slice) -> PinHandle | Sequence[PinHandle]:
+        return self._handles[index]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __iter__(self) -> Iterator[PinHandle]:
+        return iter(self._handles)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take all these pins off again, exactly; a second time does nothing.
+
+        Hooks, the modules' ``__dict__`` and parameter dtypes and bits are what they were.
+        Parameters that were trained meanwhile keep what they learned, in their old dtype.
+
+        Raises:
+            PinError: some could not be removed; all others were.
+        """
+        errors: list[str] = []
+        for handle in reversed(self._handles):
+            try:
+                handle.remove()
+            except Exception as error:  # one that fails must not keep the others on
+                errors.append(f"{handle.name!r}: {type(error).__name__}: {error}")
+        if errors:
+            raise PinError("could not be removed: " + "; ".join(errors))
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Switch these pins off for a block, in this thread only.
+
+        Stored parameters read as the dtype they have without the pin.
+
+        Example:
+            >>> import torch, dtypepin
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16()
+            >>> pins = dtypepin.apply(model, "0", dtype="float32", output="keep")
+            >>> x = torch.zeros(1, 4, dtype=torch.bfloat16)
+            >>> with pins.disabled():
+            ...     model(x).dtype
+            torch.bfloat16
+            >>> model(x).dtype
+            torch.float32
+        """
+        pins = [pin for pin in (handle._pin() for handle in self._handles) if pin is not None]
+        return _region.disabled(list(pins))
+
+    def check(self) -> list[str]:
+        """Cast stored parameters back that somebody has cast since, as ``model.half()`` does.
+
+        A pin computes in its dtype also without this; but digits that such a cast has cut off
+        are lost. Pins without ``override_parameters`` store nothing and are not looked at.
+
+        Returns:
+            The dotted names of the parameters and buffers that had drifted.
+
+        Warns:
+            PinWarning: something had drifted; once, naming all of it.
+        """
+        drifted: dict[str, str] = {}
+        for handle in self._handles:
+            module = handle.module
+            if module is None or handle._removed:
+                continue
+            for name, value, stored in list(_params.drifted(module)):
+                full = f"{handle.name}.{name}" if handle.name else name
+                drifted[full] = f"{full} ({short(value.dtype)}, expected {short(stored.settled)})"
+                _params.repair(value, stored)
+        if drifted:
+            warn(
+                f"stored parameters were cast since they were pinned: {', '.join(drifted.values())}"
+                ". They are back in the pin's dtype, but the digits which that cast cut off are "
+                "lost; cast the model before pinning it"
+            )
+        return list(drifted)
+
+    def __str__(self) -> str:
+        return table([handle.row() for handle in self._handles])
+
+    def __repr__(self) -> str:
+        return f"PinHandles([{', '.join(map(repr, self._handles))}])"
+
+
+def remove(module: nn.Module, pin: Pin, parents: Sequence[nn.Module] = ()) -> None:
+    """Take one pin off a module, exactly."""
+    try:
+        _hooks.detach(module, pin)
+    finally:
+        try:
+            _params.release(module, pin)
+        finally:
+            _params.uncover([*module.modules(), *parents], pin)
+
+
+def _stands(module: nn.Module, pin: Pin) -> bool:
+    return any(pin is here for here in _hooks.on(module))

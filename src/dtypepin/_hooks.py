@@ -1,0 +1,229 @@
+"""The pin as it stands on a module: a pair of forward hooks, or a wrapper of another method."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
+
+from dtypepin import _params, _region
+from dtypepin._private import keep_out_of_dynamo_frames
+from dtypepin._region import Args, Kwargs, Rule
+
+
+class Pin(Rule):
+    """One pinned method of one module.
+
+    It lives on the module and holds no reference to it, so a deep copy or a pickle of the model
+    carries a working pin of its own.
+
+    Attributes:
+        override: whether the module's own parameters are stored in the pin's dtype.
+        holders: how many handles stand for it.
+        handles: torch's handles of the two hooks. They stay here because hook ids start over in
+            a new process, where later registrations would overwrite an unpickled pin; a pickled
+            handle moves torch's counter past its own id.
+    """
+
+    def __init__(self, *args: Any, override: bool) -> None:
+        super().__init__(*args)
+        self.override = override
+        self.holders = 0
+        self.handles: tuple[RemovableHandle, ...] = ()
+
+    def does_the_same_as(self, other: Pin) -> bool:
+        """Whether two pins of one method differ in nothing but their names."""
+        return (self.dtype, self.inputs, self.output, self.override) == (
+            other.dtype,
+            other.inputs,
+            other.output,
+            other.override,
+        )
+
+    def before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """The forward pre-hook."""
+        owner = None if is_dynamo_compiling() else sys._getframe(1)
+        return _region.enter(self, module, args, kwargs, owner)
+
+    def after(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        """The forward hook; also called, with None, after an exception."""
+        caller = None if is_dynamo_compiling() else sys._getframe(1)
+        frame = _region.find(self, caller)
+        if frame is None:
+            return None
+        if output is None and frame.owner is not None:
+            error = sys.exc_info()[1]
+            if error is not None and _passed_through(error, frame.owner):
+                add_note(error, self, args, kwargs)
+        new = _region.leave(frame, output)
+        return None if new is output else new
+
+
+class PinnedMethod:
+    """Stands in a module's ``__dict__`` for a method other than forward.
+
+    It finds the method anew at each call, from the class or from what stood there before, so a
+    deep copy runs its own weights.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.had = name in module.__dict__
+        self.previous = module.__dict__.get(name)
+        self.pins: list[Pin] = []
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The method without the pin; ``inspect.signature`` looks here."""
+        if self.had:
+            return self.previous
+        kind = type(self.module)
+        for base in kind.__mro__:
+            if self.name in base.__dict__:
+                found = base.__dict__[self.name]
+                return found.__get__(self.module, kind) if hasattr(found, "__get__") else found
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = self.__wrapped__
+        pin = self.pins[-1] if self.pins else None
+        if pin is None:  # unpinned while somebody's patch on top held on to us
+            self.restore()
+            return method(*args, **kwargs)
+        owner = None if is_dynamo_compiling() else sys._getframe(0)
+        output = None
+        try:
+            new = _region.enter(pin, self.module, args, kwargs, owner)
+            if new is not None:
+                args, kwargs = new
+            output = method(*args, **kwargs)
+        except Exception as error:
+            if not is_dynamo_compiling():
+                add_note(error, pin, args, kwargs)
+            raise
+        finally:
+            frame = _region.find(pin, owner)
+            if frame is not None:
+                output = _region.leave(frame, output)
+        return output
+
+    def restore(self) -> None:
+        """Put back what was there, if it is still we who stand there."""
+        if self.module.__dict__.get(self.name) is self:
+            if self.had:
+                self.module.__dict__[self.name] = self.previous
+            else:
+                del self.module.__dict__[self.name]
+
+
+def on(module: nn.Module) -> Iterator[Pin]:
+    """All pins that stand on a module, oldest first for each method."""
+    # After a deep copy or unpickling, ``hook.__self__`` is the copy's own pin.
+    for hook in list(module._forward_pre_hooks.values()):
+        pin = getattr(hook, "__self__", None)
+        if isinstance(pin, Pin):
+            yield pin
+    for wrapper in _wrappers(module):
+        yield from list(wrapper.pins)
+
+
+def top(module: nn.Module, method: str) -> Pin | None:
+    """The pin that counts for a method of a module."""
+    last = None
+    for pin in on(module):
+        if pin.method == method:
+            last = pin
+    return last
+
+
+def attach(module: nn.Module, pin: Pin) -> None:
+    """Put a pin on its method; it counts from now on."""
+    if pin.method == "forward":
+        # Both kinds of hooks run in order of registration, so the second is put in front:
+        # nested pins unwind from the inside. ``always_call``: also after an exception.
+        pin.handles = (
+            module.register_forward_pre_hook(pin.before, with_kwargs=True),
+            module.register_forward_hook(
+                pin.after, with_kwargs=True, prepend=True, always_call=True
+            ),
+        )
+    else:
+        wrapper = module.__dict__.get(pin.method)
+        if not isinstance(wrapper, PinnedMethod):
+            wrapper = PinnedMethod(module, pin.method)
+            module.__dict__[pin.method] = wrapper
+        wrapper.pins.append(pin)
+    _choose(module, pin.method)
+
+
+def detach(module: nn.Module, pin: Pin) -> None:
+    """Take a pin off its method; the one before it counts again."""
+    for handle in pin.handles:
+        handle.remove()
+    pin.handles = ()
+    for wrapper in list(_wrappers(module)):
+        wrapper.pins = [here for here in wrapper.pins if here is not pin]
+        if not wrapper.pins:
+            wrapper.restore()
+    _choose(module, pin.method)
+
+
+def add_note(error: BaseException, pin: Pin, args: Args, kwargs: Kwargs) -> None:
+    """Name the pinned module in an exception, once; Python 3.10 has no notes."""
+    notes = getattr(error, "__notes__", ())
+    if hasattr(error, "add_note") and not any("[dtypepin]" in text for text in notes):
+        error.add_note(_region.note(pin, args, kwargs))
+
+
+def _choose(module: nn.Module, method: str) -> None:
+    """Of several pins on one method the latest counts."""
+    counts = top(module, method)
+    for pin in on(module):
+        if pin.method == method:
+            pin.active = pin is counts
+
+
+def _wrappers(module: nn.Module) -> Iterator[PinnedMethod]:
+    """Our wrappers on a module, also those that somebody has wrapped in ours or by hand."""
+    for value in list(module.__dict__.values()):
+        while isinstance(value, PinnedMethod):
+            yield value
+            value = value.previous
+
+
+def _passed_through(error: BaseException, owner: FrameType) -> bool:
+    """Whether this error left the call that a frame of ours belongs to.
+
+    The hook after a call that returned None looks the same otherwise, in an except block.
+    """
+    trace = error.__traceback__
+    for _ in range(2):  # torch catches in the calling frame or in the one above it
+        if trace is None:
+            return False
+        if trace.tb_frame is owner:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+#: Whether compiled models with a graph break inside a pinned module keep their pins.
+SAFE_ACROSS_GRAPH_BREAKS = keep_out_of_dynamo_frames(
+    Pin.before,
+    Pin.after,
+    _region.enter,
+    _region.leave,
+    _region.find,
+    _region.is_alive,
+    _region.current,
+    _params.ParameterView.__getitem__,
+    _params.ParameterView._read,
+    _params.BufferView._read,
+    _params.BufferView.__setitem__,
+    _params.BufferView.write_back,
+)

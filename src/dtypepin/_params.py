@@ -1,0 +1,247 @@
+"""Parameters and buffers: read as the pin's dtype inside a region, stored in it on request.
+
+While a module is pinned, ``module._parameters`` and ``module._buffers`` are dicts of the classes
+below. Looking a name up inside a region gives a cast; everything else (iteration, ``state_dict``,
+optimizers) sees the originals. Swapping the entries instead would not be thread-safe and would
+leave casts behind on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import is_lazy
+
+from dtypepin._cast import FLOATS, cast
+from dtypepin._private import in_functorch
+from dtypepin._region import Frame, Rule, current, thread
+
+
+class Stored:
+    """One tensor that pins store in their dtype, and the way back.
+
+    Attributes:
+        original: the dtype it has without pins.
+        settled: the dtype we last gave it; another one means that somebody cast it since.
+        backup: the tensor in its original dtype, kept only where storing it loses digits.
+        claims: who wants it stored in what; the last one counts.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.original = dtype
+        self.settled = dtype
+        self.backup: Tensor | None = None
+        self.claims: list[tuple[Rule, torch.dtype]] = []
+
+
+class ParameterView(dict[str, Any]):
+    """``module._parameters`` of a module in a pinned region.
+
+    Attributes:
+        rules: the pins that this view is here for.
+        stored: the entries that pins store in their dtype.
+        plain: the class of the dict that was here before.
+    """
+
+    rules: list[Rule]
+    stored: dict[str, Stored]
+    plain: type[dict[str, Any]]
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        frames = thread.frames
+        if frames and value is not None:
+            dtype = frames[-1].dtype
+            if value.dtype is not dtype and value.dtype in FLOATS:
+                frame = frames[-1] if is_dynamo_compiling() else current()
+                if frame is not None:
+                    return self._read(name, value, frame)
+        return value
+
+    def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
+        if is_lazy(value):
+            return value  # LazyLinear's own hook materialises it first
+        return cast(value, self.unpinned_dtype(name) if frame.dtype is None else frame.dtype)
+
+    def unpinned_dtype(self, name: str) -> torch.dtype:
+        """The dtype that an entry has without pins."""
+        dtype: torch.dtype = dict.__getitem__(self, name).dtype
+        stored = self.stored.get(name)
+        return stored.original if stored and dtype is stored.settled else dtype
+
+
+class BufferView(ParameterView):
+    """``module._buffers`` of a module in a pinned region: what is written to casts arrives."""
+
+    #: Whether torch writes these buffers without moving ``_version``, as batch_norm does.
+    silent: bool
+
+    def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
+        # One cast per call, so that what is written to it is seen by the next read.
+        if frame.buffers is None:
+            frame.buffers = {}
+        known = frame.buffers.get((id(self), name))
+        if known is not None:
+            return known[2]
+        read = super()._read(name, value, frame)
+        if read is not value:
+            frame.buffers[id(self), name] = (self, name, read)
+        return read
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        frames = thread.frames
+        if frames and isinstance(value, Tensor) and value.dtype in FLOATS:
+            old = dict.get(self, name)
+            frame = frames[-1] if is_dynamo_compiling() else current()
+            if frame is not None and old is not None and old.dtype in FLOATS:
+                # ``self.running = new`` inside a region: the buffer keeps its own dtype.
+                if frame.buffers is not None:
+                    frame.buffers.pop((id(self), name), None)
+                value = cast(value, old.dtype)
+        dict.__setitem__(self, name, value)
+
+    def write_back(self, name: str, handed_out: Tensor) -> None:
+        """Bring into the buffer what a region wrote to the cast it was given."""
+        buffer = dict.get(self, name)
+        if buffer is None or buffer.shape != handed_out.shape:
+            return
+        if not is_dynamo_compiling():
+            # A fresh cast has version 0; an inference tensor has none and may have been written.
+            written = handed_out.is_inference() or handed_out._version > 0
+            if not written and (not self.silent or in_functorch()):
+                return
+        with torch.no_grad():
+            # Untouched elements keep their very bits: a cast to fewer digits must not round them.
+            same = handed_out == cast(buffer, handed_out.dtype)
+            # ``.data``: like batch_norm's own writing, it must not invalidate saved tensors.
+            buffer.data.copy_(torch.where(same, buffer, cast(handed_out, buffer.dtype)))
+
+
+def views(module: nn.Module) -> Iterator[ParameterView]:
+    """The views that stand on a module itself."""
+    for values in (module._parameters, module._buffers):
+        if isinstance(values, ParameterView):
+            yield values
+
+
+def own_floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's own parameters and buffers that can be cast, without its children's."""
+    for values in (module._parameters, module._buffers):
+        for name, value in values.items():
+            if value is not None and value.dtype in FLOATS:
+                yield name, value
+
+
+def cover(modules: Iterable[nn.Module], rule: Rule, also_empty: bool = False) -> None:
+    """Put views on modules, for one pin."""
+    for module in modules:
+        for attribute, kind in (("_parameters", ParameterView), ("_buffers", BufferView)):
+            values = module.__dict__[attribute]
+            if not isinstance(values, ParameterView):
+                if not values and not also_empty:
+                    continue
+                view = kind(values)
+                view.rules, view.stored, view.plain = [], {}, type(values)
+                if isinstance(view, BufferView):
+                    view.silent = "running_mean" in values or "running_var" in values
+                module.__dict__[attribute] = values = view
+            values.rules.append(rule)
+
+
+def uncover(modules: Iterable[nn.Module], rule: Rule) -> None:
+    """Take one pin's views off; the last pin of a view gives the plain dict back."""
+    for module in modules:
+        for attribute in ("_parameters", "_buffers"):
+            view = module.__dict__[attribute]
+            if isinstance(view, ParameterView) and any(rule is here for here in view.rules):
+                view.rules = [here for here in view.rules if here is not rule]
+                if not view.rules:
+                    module.__dict__[attribute] = view.plain(view.items())
+
+
+def store(module: nn.Module, rule: Rule, known: dict[int, Stored]) -> None:
+    """Store a covered module's own floating parameters and buffers in the pin's dtype.
+
+    Args:
+        module: the pinned module.
+        rule: its pin.
+        known: one ``Stored`` for each tensor met so far in this ``apply``, by ``id``; tied
+            tensors share theirs.
+    """
+    for view in views(module):
+        for name, value in view.items():
+            if value is None or value.dtype not in FLOATS:
+                continue
+            stored = view.stored.get(name) or known.get(id(value)) or Stored(value.dtype)
+            view.stored[name] = known[id(value)] = stored
+            stored.claims.append((rule, rule.dtype))
+            _settle(value, stored)
+    _flatten(module)
+
+
+def release(module: nn.Module, rule: Rule) -> None:
+    """Take one pin's claims back; the claim before it counts again, or the original dtype."""
+    for view in views(module):
+        for name, stored in list(view.stored.items()):
+            stored.claims = [claim for claim in stored.claims if claim[0] is not rule]
+            value = dict.get(view, name)
+            if value is not None:
+                _settle(value, stored)
+            if not stored.claims:
+                del view.stored[name]
+    _flatten(module)
+
+
+def drifted(module: nn.Module) -> Iterator[tuple[str, Tensor, Stored]]:
+    """Stored tensors of a module that somebody has cast since."""
+    for view in views(module):
+        for name, stored in view.stored.items():
+            value = dict.get(view, name)
+            if value is not None and stored.claims and value.dtype is not stored.settled:
+                yield name, value, stored
+
+
+def repair(value: Tensor, stored: Stored) -> None:
+    """Cast a drifted tensor back; the dtype it drifted to is its unpinned one from now on."""
+    stored.original = stored.settled = value.dtype
+    stored.backup = None
+    _settle(value, stored)
+
+
+def _settle(tensor: Tensor, stored: Stored) -> None:
+    """Give a tensor the dtype that its last claim wants, in place."""
+    target = stored.claims[-1][1] if stored.claims else stored.original
+    if tensor.dtype is target or tensor.dtype is not stored.settled:
+        return  # nothing to do, or cast by somebody since: theirs stays until ``check``
+    with torch.no_grad():
+        value = tensor.detach()
+        new = cast(value, target)
+        backup = stored.backup
+        if backup is not None and backup.shape == value.shape:
+            backup = backup.to(value.device)
+            rounded = cast(backup, value.dtype)
+            untrained = (value == rounded) | (value.isnan() & rounded.isnan())
+            new = torch.where(untrained, cast(backup, target), new)
+        elif tensor.dtype is stored.original and torch.promote_types(
+            tensor.dtype, target
+        ) is not target:
+            stored.backup = value  # its storage lives on here; the tensor gets a new one
+        # ``.data`` keeps the Parameter object: optimizers, ties and hooks hold on to it.
+        grad = tensor.grad if tensor.is_leaf else None
+        if grad is not None:
+            tensor.grad = None  # a gradient of another dtype than its tensor is refused
+        tensor.data = new
+        if grad is not None:
+            tensor.grad = cast(grad, target)
+    stored.settled = target
+    if target is stored.original:
+        stored.backup = None
+
+
+def _flatten(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase):
+        module.flatten_parameters()  # cuDNN wants the weights in one piece again

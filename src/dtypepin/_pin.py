@@ -1,0 +1,412 @@
+"""The public verbs: apply, pin_dtype, select, unpin. The only file that knows all the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dtypepin import _handles, _hooks, _params, _refuse, _region
+from dtypepin._cast import resolve_dtype
+from dtypepin._errors import PinError
+from dtypepin._handles import PinHandle, PinHandles, Row
+from dtypepin._hooks import Pin, PinnedMethod
+from dtypepin._params import ParameterView, Stored
+from dtypepin._select import Named, Patterns, find, suggestion
+
+logger = logging.getLogger("dtypepin")
+
+Inputs = Literal["first", "all"]
+Output = Literal["restore", "keep"] | torch.dtype | str
+
+
+class Selection(Sequence[Row]):
+    """What ``select`` found: rows with the fields name, class_name, method, dtype, parameters
+    and aliases. ``print`` shows them as a table; ``names`` lists all dotted names.
+    """  # noqa: D205
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = tuple(rows)
+
+    @property
+    def names(self) -> list[str]:
+        """All dotted names of the selected modules, aliases of shared ones included."""
+        return list(dict.fromkeys(n for row in self._rows for n in (row.name, *row.aliases)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __str__(self) -> str:
+        return _handles.table(self._rows)
+
+    def __repr__(self) -> str:
+        return f"Selection({self.names})"
+
+
+class _Plan:
+    """Everything that ``apply`` was asked for, resolved and checked; nothing changed yet."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Patterns,
+        class_patterns: Patterns,
+        dtype: torch.dtype | str,
+        methods_to_override: Sequence[str] | str,
+        override_parameters: bool,
+        inputs: Inputs,
+        output: Output,
+    ) -> None:
+        self.dtype = resolve_dtype(dtype)
+        if inputs not in ("first", "all"):
+            raise PinError(f'inputs: got {inputs!r}, expected "first" or "all"')
+        self.inputs: Inputs = inputs
+        self.output: Any = output
+        if output not in ("restore", "keep"):
+            try:
+                self.output = resolve_dtype(output, "output")
+            except PinError as error:
+                raise PinError(f'{error}, or "restore" or "keep"') from None
+        if not isinstance(override_parameters, bool):
+            raise PinError(f"override_parameters: got {override_parameters!r}, expected a bool")
+        self.override = override_parameters
+        methods = [methods_to_override] if isinstance(methods_to_override, str) else None
+        methods = methods or list(methods_to_override)
+        if not methods or not all(isinstance(name, str) for name in methods):
+            raise PinError(
+                f"methods_to_override: got {methods_to_override!r}, expected names of methods"
+            )
+        self.targets: list[tuple[Named, str]] = []
+        chosen = find(model, patterns, class_patterns)
+        for name in dict.fromkeys(methods):
+            self.targets += self._having(name, chosen)
+        self.targets.sort(key=lambda target: [c.module for c in chosen].index(target[0].module)) if len(methods) > 1 else None
+        having = {id(found.module) for found, _ in self.targets}
+        _refuse.check(
+            model, [c for c in chosen if id(c.module) in having], self.dtype, self.override
+        )
+
+    def _having(self, method: str, chosen: list[Named]) -> list[tuple[Named, str]]:
+        """The chosen modules that have this method; a method that none has is an error."""
+        if method == "__call__":
+            raise PinError("methods_to_override: got '__call__', expected 'forward' for the call")
+        having = [
+            (found, method)
+            for found in chosen
+            if callable(getattr(found.module, method, None))
+            and method not in found.module._modules
+        ]
+        if not having:
+            example = chosen[0]
+            raise PinError(
+                f"methods_to_override: got {method!r}, which no matched module has (for one "
+                f"{example.names[0]!r}, {example.class_name})"
+                + suggestion(method, [n for n in dir(type(example.module)) if n[0] != "_"])
+            )
+        return having
+
+    def rows(self) -> list[Row]:
+        return [
+            Row(
+                found.names[0],
+                found.class_name,
+                method,
+                self.dtype,
+                _handles.parameters_kind(found.module, self.dtype, self.override),
+                found.names[1:],
+            )
+            for found, method in self.targets
+        ]
+
+    def pin(self, found: Named, method: str) -> Pin:
+        return Pin(
+            self.dtype,
+            self.inputs,
+            self.output,
+            found.names[0],
+            method,
+            override=self.override,
+        )
+
+
+def apply(
+    model: nn.Module,
+    patterns: Patterns = None,
+    class_patterns: Patterns = None,
+    dtype: torch.dtype | str = "float32",
+    *,
+    methods_to_override: Sequence[str] | str = ("forward",),
+    override_parameters: bool = False,
+    inputs: Inputs = "first",
+    output: Output = "restore",
+    verbose: bool = False,
+) -> PinHandles:
+    """Make chosen modules compute in a chosen dtype, until the returned handles are removed.
+
+    The call of each matched module becomes a region, its children included: autocast is off in it
+    for the device of its input, its first floating tensor input is cast, parameters and buffers
+    read as ``dtype``, and floating outputs get the input's dtype back. The model's classes, methods
+    and ``state_dict`` keys stay what they are. It does not reach ``module.forward(x)`` called
+    directly, nor a parent that reads a child's weight without calling it.
+
+    Example:
+        >>> import torch, dtypepin
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> pins = dtypepin.apply(model, class_patterns="LayerNorm")
+        >>> model(torch.zeros(2, 4, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+        >>> pins.remove()
+
+    Args:
+        model: the model; wrappers such as DDP and ``torch.compile`` are seen through.
+        patterns: a regex or a list of them, searched (``re.search``) in the dotted names, wrapper
+            prefixes removed. A module is chosen if any pattern of either kind finds it.
+        class_patterns: the same, searched in the class name.
+        dtype: float16, bfloat16, float32 or float64, as ``torch.dtype`` or by name.
+        methods_to_override: ``"forward"`` is pinned by hooks, every other name by a wrapper with
+            the same semantics. Modules without such a method are passed over.
+        override_parameters: True stores the matched modules' own floating parameters and buffers
+            in ``dtype`` while pinned; the Parameter objects stay the same. Pin before the
+            optimizer has state, for its state keeps the dtype it was made in. False casts them
+            for the call where they differ; what a forward writes in place to such a cast of a
+            parameter (not of a buffer) is lost.
+        inputs: ``"first"`` casts the first floating tensor argument, positional before keyword,
+            and every other argument that is the very same tensor. ``"all"`` casts every floating
+            tensor in the arguments, nested too.
+        output: ``"restore"`` gives floating outputs the first input's dtype back (the parameters'
+            dtype where no floating tensor goes in), ``"keep"`` leaves them in ``dtype``, a dtype
+            casts them to that one.
+        verbose: log the table of pins to the logger ``"dtypepin"``.
+
+    Returns:
+        Handles of the new pins. ``print`` shows a table, ``remove()`` undoes everything.
+
+    Raises:
+        PinError: nothing matched, an argument is not valid, or a pin would do harm. The model is
+            untouched then.
+
+    Warns:
+        PinWarning: one of several patterns matched nothing.
+
+    Limits:
+        Only tensors of 16, 32 and 64-bit floats are ever cast. An in-place module that is given a
+        cast no longer changes the caller's tensor. Ctrl-C inside a pinned call, caught inside an
+        autocast block, leaves autocast off for the rest of that block.
+    """
+    plan = _Plan(
+        model,
+        patterns,
+        class_patterns,
+        dtype,
+        methods_to_override,
+        override_parameters,
+        inputs,
+        output,
+    )
+    handles: list[PinHandle] = []
+    known: dict[int, Stored] = {}
+    with ExitStack() as undo:
+        for found, method in plan.targets:
+            pin = _hooks.top(found.module, method)
+            new = plan.pin(found, method)
+            if pin is None or not pin.does_the_same_as(new):
+                pin = new
+                undo.callback(_handles.remove, found.module, pin, found.parents)
+                _put(found, pin, known)
+            else:
+                _params.cover(_uncovered(found.module, pin), pin)  # children added since
+            handles.append(PinHandle(found.module, pin, found.names, found.class_name, found.parents))
+        undo.pop_all()
+    pins = PinHandles(handles)
+    if verbose:
+        logger.info("pinned %d of %s:\n%s", len(pins), type(model).__name__, pins)
+    return pins
+
+
+def _put(found: Named, pin: Pin, known: dict[int, Stored]) -> None:
+    """Change the model: views, storage, hooks, in an order that each can be undone."""
+    module = found.module
+    parts = list(module.modules())
+    _params.cover(parts, pin)
+    if not any(part._parameters or part._buffers for part in parts):
+        # torch.compile does not guard on new hooks, but on the class of a dict it read.
+        _params.cover(found.parents, pin, also_empty=True)
+    if pin.override:
+        _params.store(module, pin, known)
+    _hooks.attach(module, pin)
+
+
+def _uncovered(module: nn.Module, pin: Pin) -> list[nn.Module]:
+    def covered(values: dict[str, Any]) -> bool:
+        return isinstance(values, ParameterView) and any(pin is rule for rule in values.rules)
+
+    return [
+        part
+        for part in module.modules()
+        if not covered(part._parameters) and not covered(part._buffers)
+    ]
+
+
+class pin_dtype:  # noqa: N801 - used like a function, as torch.no_grad is
+    """Pin chosen modules for a block: ``apply`` at its start, ``remove`` at its end.
+
+    The arguments are those of :func:`apply`. The block also ends the pins on an exception and on
+    Ctrl-C. It does not keep compiled code from being compiled once for the pinned model; pin once
+    with ``apply`` where each step of a compiled model would enter and leave.
+
+    Example:
+        >>> import torch
+        >>> from dtypepin import pin_dtype
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> with pin_dtype(model, patterns=["1"], output="keep"):
+        ...     model(torch.zeros(2, 4, dtype=torch.bfloat16)).dtype
+        torch.float32
+        >>> model(torch.zeros(2, 4, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+
+    Args:
+        model: see :func:`apply`, as for all other arguments.
+        patterns: regexes for dotted names.
+        class_patterns: regexes for class names.
+        dtype: the dtype to compute in.
+        methods_to_override: names of methods.
+        override_parameters: whether to store parameters in ``dtype``.
+        inputs: ``"first"`` or ``"all"``.
+        output: ``"restore"``, ``"keep"`` or a dtype.
+        verbose: log the table of pins.
+
+    Raises:
+        PinError: on entering, as :func:`apply` does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Patterns = None,
+        class_patterns: Patterns = None,
+        dtype: torch.dtype | str = "float32",
+        *,
+        methods_to_override: Sequence[str] | str = ("forward",),
+        override_parameters: bool = False,
+        inputs: Inputs = "first",
+        output: Output = "restore",
+        verbose: bool = False,
+    ) -> None:
+        self._model = model
+        self._arguments: dict[str, Any] = {
+            "patterns": patterns,
+            "class_patterns": class_patterns,
+            "dtype": dtype,
+            "methods_to_override": methods_to_override,
+            "override_parameters": override_parameters,
+            "inputs": inputs,
+            "output": output,
+            "verbose": verbose,
+        }
+        self._entered: list[PinHandles] = []
+
+    def __enter__(self) -> PinHandles:
+        self._entered.append(apply(self._model, **self._arguments))
+        return self._entered[-1]
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().remove()
+        _region.current()  # discards what a Ctrl-C may have left
+
+
+def select(
+    model: nn.Module,
+    patterns: Patterns = None,
+    class_patterns: Patterns = None,
+    dtype: torch.dtype | str = "float32",
+    *,
+    methods_to_override: Sequence[str] | str = ("forward",),
+    override_parameters: bool = False,
+    inputs: Inputs = "first",
+    output: Output = "restore",
+    verbose: bool = False,
+) -> Selection:
+    """Show what :func:`apply` would pin with the same arguments. Nothing is changed.
+
+    Example:
+        >>> import torch, dtypepin
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        >>> print(dtypepin.select(model, class_patterns="Norm"))
+        name  class      method   dtype    parameters
+        1     LayerNorm  forward  float32  as they are
+
+    Args:
+        model: see :func:`apply`, as for all other arguments.
+        patterns: regexes for dotted names.
+        class_patterns: regexes for class names.
+        dtype: the dtype to compute in.
+        methods_to_override: names of methods.
+        override_parameters: whether to store parameters in ``dtype``.
+        inputs: ``"first"`` or ``"all"``.
+        output: ``"restore"``, ``"keep"`` or a dtype.
+        verbose: log the table.
+
+    Returns:
+        The rows; ``print`` shows them as a table, ``names`` lists the dotted names.
+
+    Raises:
+        PinError: whatever :func:`apply` would refuse.
+    """
+    plan = _Plan(
+        model,
+        patterns,
+        class_patterns,
+        dtype,
+        methods_to_override,
+        override_parameters,
+        inputs,
+        output,
+    )
+    selection = Selection(plan.rows())
+    if verbose:
+        logger.info("would pin %d of %s:\n%s", len(selection), type(model).__name__, selection)
+    return selection
+
+
+def unpin(model: nn.Module) -> int:
+    """Take every pin off a model, also off a copy whose handles are elsewhere.
+
+    It does not matter who made them and in which order. Handles of these pins do nothing later.
+
+    Example:
+        >>> import copy, torch, dtypepin
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(4))
+        >>> pins = dtypepin.apply(model, "0")
+        >>> twin = copy.deepcopy(model)
+        >>> dtypepin.unpin(twin)
+        1
+        >>> len(model[0]._forward_hooks)
+        1
+
+    Args:
+        model: any module.
+
+    Returns:
+        How many pins were taken off.
+    """
+    modules = list(model.modules())
+    removed = 0
+    for module in modules:
+        for pin in reversed(list(_hooks.on(module))):
+            _handles.remove(module, pin)
+            removed += 1
+        for value in list(module.__dict__.values()):
+            if isinstance(value, PinnedMethod):
+                value.restore()  # left by somebody's patch that was on top of a removed pin
+    for module in modules:
+        for view in list(_params.views(module)):  # children that have left a pinned parent
+            for rule in list(view.rules):
+                _params.uncover([module], rule)
+    return removed

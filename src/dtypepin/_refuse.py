@@ -1,0 +1,177 @@
+"""What can not be pinned, found out before anything is changed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dtypepin._cast import short
+from dtypepin._errors import PinError
+from dtypepin._params import own_floats
+from dtypepin._select import Named, named
+
+
+def check(model: nn.Module, chosen: list[Named], dtype: torch.dtype, override: bool) -> None:
+    """Refuse what would be wrong, silently or later.
+
+    Args:
+        model: where the chosen modules were found.
+        chosen: the modules to be pinned.
+        dtype: the dtype they are pinned to.
+        override: whether their own parameters are to be stored in it.
+
+    Raises:
+        PinError: names the module, the reason and the way out.
+    """
+    everything = named(model)
+    ids = {id(found.module) for found in chosen}
+    names = {id(found.module): found.names[0] for found in everything}
+    sharded = _inside(model, "FullyShardedDataParallel")
+    replicated = _inside(model, "DataParallel")
+    seen: set[int] = set()
+    for found in chosen:
+        for part in found.module.modules():
+            stored = override and id(part) in ids
+            if id(part) in seen or (id(part) in ids and part is not found.module):
+                continue  # a chosen module inside another is looked at for itself
+            seen.add(id(part))
+            name = names.get(id(part), found.names[0])
+            differs = any(value.dtype is not dtype for _, value in own_floats(part))
+            if isinstance(part, torch.jit.ScriptModule) and (
+                part is found.module or differs
+            ):
+                _refuse(name, part, "is a ScriptModule, which hooks cannot reach inside", "pin the Python module before torch.jit.script or torch.jit.trace")
+            if id(part) in sharded:
+                _refuse(name, part, "is wrapped in FullyShardedDataParallel (FSDP1), which keeps its parameters as flat views", "shard with torch.distributed.fsdp.fully_shard")
+            if not differs:
+                continue
+            if override and part is found.module and any(is_lazy(value) for _, value in own_floats(part)):
+                _refuse(name, part, "has parameters that are not initialised yet", "run one forward first, or leave override_parameters off")
+            if stored:
+                continue
+            if isinstance(part, nn.RNNBase):
+                _refuse(name, part, f"keeps a list of its weights of its own, which cannot be cast to {short(dtype)} for the call", "pin that module itself with override_parameters=True")
+            if _has_old_weight_norm(part):
+                _refuse(name, part, f"computes its weight in a hook outside the pinned region, in a dtype other than {short(dtype)}", "use torch.nn.utils.parametrizations, or pin that module itself with override_parameters=True")
+            if id(part) in replicated:
+                _refuse(name, part, "is inside a DataParallel, whose replicas hold their weights as plain attributes that cannot be cast for the call", "use override_parameters=True, or DistributedDataParallel")
+    if override:
+        _check_storing(model, chosen, everything, dtype)
+
+
+def _check_storing(
+    model: nn.Module, chosen: list[Named], everything: list[Named], dtype: torch.dtype
+) -> None:
+    """Refuse to change the dtype of a tensor that somebody else counts on."""
+    to_store: dict[int, tuple[str, str]] = {}
+    storages: dict[int, tuple[str, str]] = {}
+    for found in chosen:
+        for name, value in own_floats(found.module):
+            if value.dtype is not dtype:
+                to_store[id(value)] = (found.names[0], name)
+                storage = _storage(value)
+                if storage is not None:
+                    storages[storage] = (found.names[0], name)
+    if not to_store:
+        return
+    ids = {id(found.module) for found in chosen}
+    for found in everything:
+        for name, value in own_floats(found.module):
+            inside = id(found.module) in ids
+            if id(found.module) not in ids and (
+                id(value) in to_store or _storage(value) in storages
+            ):
+                owner, own_name = to_store.get(id(value)) or storages[_storage(value) or 0]
+                raise PinError(
+                    f"override_parameters=True: {_dotted(owner, own_name)} is the same memory as "
+                    f"{_dotted(found.names[0], name)}, which is not selected and would change "
+                    "dtype too; leave override_parameters off (the tie is kept, the parameter is "
+                    "cast for the call), or select both modules"
+                )
+            if inside and value.dtype is not dtype:
+                reason = _owned(value)
+                if reason:
+                    raise PinError(
+                        f"override_parameters=True: {_dotted(found.names[0], name)} {reason}; "
+                        "pin before wrapping or sharding the model, or leave "
+                        "override_parameters off (the parameter is cast for the call)"
+                    )
+    _check_ddp(model, to_store)
+    fsdp = [m for m in model.modules() if any(k.__name__ == "FSDPModule" for k in type(m).__mro__)]
+    for module in fsdp:
+        for value in module.parameters():
+            if id(value) in to_store:
+                raise PinError(
+                    f"override_parameters=True: {_dotted(*to_store[id(value)])} is already managed "
+                    "by fully_shard, which needs one dtype in a group; pin before fully_shard, or "
+                    "leave override_parameters off (the parameter is cast for the call)"
+                )
+
+
+def _check_ddp(model: nn.Module, to_store: dict[int, tuple[str, str]]) -> None:
+    """A parameter's dtype is laid down in DDP's gradient buckets when the model is wrapped."""
+    ddp = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
+    if ddp is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    # A trainer may hand out ``ddp.module``, from where the wrapper cannot be seen.
+    for wrapper in [item for item in gc.get_objects() if isinstance(item, ddp)]:
+        for value in wrapper.parameters():
+            if id(value) in to_store and value.requires_grad:
+                raise PinError(
+                    f"override_parameters=True: {_dotted(*to_store[id(value)])} is already owned "
+                    "by DistributedDataParallel, whose gradient buckets are laid out in its "
+                    "present dtype; pin before wrapping the model, or leave override_parameters "
+                    "off (the parameter is cast for the call)"
+                )
+
+
+def _owned(value: Tensor) -> str | None:
+    if type(value).__name__ == "DTensor" or type(value.data).__name__ == "DTensor":
+        return "is a DTensor, already sharded"
+    if is_traceable_wrapper_subclass(value):
+        return f"is a {type(value).__name__}, a tensor subclass whose dtype cannot be changed in place"
+    return None
+
+
+def _storage(value: Tensor) -> int | None:
+    """The address of a tensor's memory; None where it has none of its own."""
+    if is_lazy(value) or value.device.type == "meta" or is_traceable_wrapper_subclass(value):
+        return None
+    return value.untyped_storage().data_ptr() or None
+
+
+def _has_old_weight_norm(module: nn.Module) -> bool:
+    """Whether torch.nn.utils.weight_norm or spectral_norm, the deprecated ones, stand on it."""
+    return any(
+        type(hook).__name__ in ("WeightNorm", "SpectralNorm")
+        and type(hook).__module__.startswith("torch.nn.utils")
+        for hook in module._forward_pre_hooks.values()
+    )
+
+
+def _inside(model: nn.Module, wrapper: str) -> set[int]:
+    """The ids of all modules inside a wrapper of this class name."""
+    return {
+        id(part)
+        for module in model.modules()
+        if any(kind.__name__ == wrapper for kind in type(module).__mro__)
+        and type(module).__module__.startswith("torch.")
+        for part in module.modules()
+    }
+
+
+def _dotted(module: str, name: str) -> str:
+    return repr(f"{module}.{name}" if module else name)
+
+
+def _refuse(name: str, module: nn.Module, reason: str, remedy: str) -> None:
+    what = f"module {name!r}" if name else "the root module"
+    raise PinError(f"{what} ({type(module).__name__}) {reason}; {remedy}")
+
+

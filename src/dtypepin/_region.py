@@ -1,0 +1,324 @@
+"""Entering and leaving a pinned region: frames, autocast, casts. No hooks are known here.
+
+A region is one call of a pinned module or method. What must be remembered from its beginning to
+its end is a ``Frame`` on a stack of the running thread; nothing is written on the module.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from dtypepin._cast import FLOATS, cast, map_tensors, short
+from dtypepin._private import any_autocast_enabled
+
+if TYPE_CHECKING:
+    from dtypepin._params import BufferView
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Rule:
+    """What a region does: the settings of one pin.
+
+    Attributes:
+        dtype: the dtype that the region computes in.
+        inputs: ``"first"`` or ``"all"``, which floating inputs are cast.
+        output: ``"restore"``, ``"keep"`` or the dtype that floating outputs get.
+        name: dotted name of the module when it was pinned, for messages only.
+        method: ``"forward"`` or the name of the pinned method.
+        active: False while a later pin on the same method counts instead.
+        ran: whether a region of this pin was entered at all.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        inputs: Literal["first", "all"],
+        output: torch.dtype | Literal["restore", "keep"],
+        name: str,
+        method: str,
+    ) -> None:
+        self.dtype = dtype
+        self.inputs = inputs
+        self.output = output
+        self.name = name
+        self.method = method
+        self.active = True
+        self.ran = False
+
+
+class Frame:
+    """One region that was entered and not yet left.
+
+    Attributes:
+        rule: the pin whose region this is.
+        owner: the Python frame that makes the call; while it runs, the region is alive. None
+            where dynamo traces the call.
+        dtype: parameters and buffers read as this dtype; None for the dtype they had unpinned.
+        restore: dtype of floating outputs; None leaves them alone.
+        device: device type on which autocast was on and is switched on again; None for none.
+        buffers: buffers that were handed out in another dtype, to be written back.
+    """
+
+    __slots__ = ("buffers", "device", "dtype", "owner", "restore", "rule")
+
+    def __init__(
+        self,
+        rule: Rule,
+        owner: FrameType | None,
+        dtype: torch.dtype | None,
+        restore: torch.dtype | None,
+        device: str | None,
+    ) -> None:
+        self.rule = rule
+        self.owner = owner
+        self.dtype = dtype
+        self.restore = restore
+        self.device = device
+        self.buffers: dict[tuple[int, str], tuple[BufferView, str, Tensor]] | None = None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.disabled: list[Rule] = []
+
+
+# Module-level, not on the pins: a threading.local can be neither pickled nor deep-copied.
+thread = _Thread()
+
+
+def is_alive(frame: Frame) -> bool:
+    """Whether the call that entered this region is still running in this thread.
+
+    KeyboardInterrupt and SystemExit skip torch's ``always_call`` hooks, so a frame can be left
+    behind. It then must not count any more: it is recognised by its owner being off the stack.
+    """
+    owner = frame.owner
+    if owner is None:
+        return True
+    running: FrameType | None = sys._getframe(1)
+    while running is not None:
+        if running is owner:
+            return True
+        running = running.f_back
+    return False
+
+
+def current() -> Frame | None:
+    """The innermost region that is alive in this thread; stale ones are discarded."""
+    frames = thread.frames
+    while frames:
+        if is_alive(frames[-1]):
+            return frames[-1]
+        frames.pop()  # discarded, never restored from: it may be long after
+    return None
+
+
+def enter(
+    rule: Rule,
+    module: torch.nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    owner: FrameType | None,
+) -> tuple[Args, Kwargs] | None:
+    """Enter a region: cast the inputs, push a frame, switch autocast off.
+
+    Args:
+        rule: the settings.
+        module: the pinned module.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        owner: the Python frame that makes the call; None under dynamo.
+
+    Returns:
+        New arguments, or None where the old ones are right.
+    """
+    state = thread
+    frames = state.frames
+    if frames and owner is not None and not is_alive(frames[-1]):
+        current()
+    if not rule.active:
+        return None
+    if state.disabled and any(rule is off for off in state.disabled):
+        if not frames:  # inside another pin's region that one counts
+            frames.append(Frame(rule, owner, None, None, None))
+        return None
+    rule.ran = True
+    dtype = rule.dtype
+    cast_args = None
+    first = _first(args, kwargs)
+    if rule.inputs == "all":
+        first, cast_args = _cast_all(args, kwargs, dtype)
+    elif first is not None and first.dtype is not dtype:
+        cast_args = _cast_one(args, kwargs, first, cast(first, dtype))
+    restore: torch.dtype | None
+    if rule.output == "restore":
+        restore = first.dtype if first is not None else _parameter_dtype(module)
+    elif rule.output == "keep":
+        restore = None
+    else:
+        restore = rule.output
+    device = None
+    if any_autocast_enabled():
+        kind = first.device.type if first is not None else _device(args, kwargs, module)
+        if kind is not None and torch.is_autocast_enabled(kind):
+            device = kind
+    frames.append(Frame(rule, owner, dtype, restore, device))
+    if device is not None:
+        # Not ``torch.autocast(...).__enter__()``: it breaks fullgraph, and a KeyboardInterrupt
+        # that skips its exit leaves autocast's weight cache alive, so old weights stay in use.
+        torch.set_autocast_enabled(device, False)
+    return cast_args
+
+
+def leave(frame: Frame, output: Any) -> Any:
+    """Leave a region: the frame and all stale ones above it go, the output gets its dtype.
+
+    Args:
+        frame: the frame that ``enter`` pushed.
+        output: what the call returned, any nesting.
+
+    Returns:
+        The output with its floating tensors in the right dtype; the same object if they were.
+    """
+    frames = thread.frames
+    while frames.pop() is not frame:
+        pass
+    if frame.device is not None:
+        torch.set_autocast_enabled(frame.device, True)
+    if frame.buffers is not None:
+        for view, name, handed_out in frame.buffers.values():
+            view.write_back(name, handed_out)
+    restore = frame.restore
+    if restore is None or output is None:
+        return output
+    if isinstance(output, Tensor):
+        # The common case, spelled out: one tensor costs no closure.
+        return cast(output, restore) if output.dtype in FLOATS else output
+    return map_tensors(output, lambda tensor: cast(tensor, restore))
+
+
+def find(rule: Rule, caller: FrameType | None) -> Frame | None:
+    """The frame of this rule whose call is made, or was made until an error, by ``caller``.
+
+    torch runs ``always_call`` hooks also when an earlier pre-hook raised and ours never ran;
+    then there is no such frame, and somebody else's must stay.
+    """
+    for frame in reversed(thread.frames):
+        if frame.rule is rule:
+            owner = frame.owner
+            if owner is None or owner is caller or owner.f_back is caller:
+                return frame
+    return None
+
+
+@contextmanager
+def disabled(rules: list[Rule]) -> Iterator[None]:
+    """Switch rules off for a block, in this thread."""
+    before = thread.disabled
+    thread.disabled = [*before, *rules]
+    try:
+        yield
+    finally:
+        thread.disabled = before
+
+
+def note(rule: Rule, args: Args, kwargs: Kwargs) -> str:
+    """What to add to an exception that was raised in a region of this rule."""
+    text = f"[dtypepin] raised inside {where(rule)}, pinned to {short(rule.dtype)}"
+    if rule.inputs == "first":
+        left = {}
+
+        def look(tensor: Tensor) -> Tensor:
+            if tensor.dtype is not rule.dtype:
+                left[short(tensor.dtype)] = True
+            return tensor
+
+        map_tensors((args, kwargs), look)
+        if left:
+            text += (
+                f"; other floating inputs were left in {', '.join(left)}: "
+                'inputs="all" would cast them too'
+            )
+    return text
+
+
+def where(rule: Rule) -> str:
+    """``module 'blocks.0.norm'``, with the method where it is not forward."""
+    name = f"module {rule.name!r}" if rule.name else "the root module"
+    return name if rule.method == "forward" else f"{name}, method {rule.method!r}"
+
+
+def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
+    """The first argument that is a floating tensor, positional before keyword."""
+    for value in args:
+        if isinstance(value, Tensor) and value.dtype in FLOATS:
+            return value
+    for value in kwargs.values():
+        if isinstance(value, Tensor) and value.dtype in FLOATS:
+            return value
+    return None
+
+
+def _cast_one(args: Args, kwargs: Kwargs, old: Tensor, new: Tensor) -> tuple[Args, Kwargs]:
+    """Replace one tensor wherever the very same one is an argument."""
+    if kwargs:
+        kwargs = {key: new if value is old else value for key, value in kwargs.items()}
+    return tuple([new if value is old else value for value in args]), kwargs
+
+
+def _cast_all(
+    args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> tuple[Tensor | None, tuple[Args, Kwargs] | None]:
+    """The first floating tensor anywhere in the arguments, and the arguments all cast."""
+    seen: list[Tensor] = []
+
+    def cast_one(tensor: Tensor) -> Tensor:
+        if not seen:
+            seen.append(tensor)
+        return cast(tensor, dtype)
+
+    both = (args, kwargs)
+    new = map_tensors(both, cast_one)
+    return (seen[0] if seen else None), (None if new is both else new)
+
+
+def _parameter_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype of the module's first floating parameter, or buffer, before it was pinned."""
+    for holder in (module, *module.modules()):
+        for views in (holder._parameters, holder._buffers):
+            unpinned = getattr(views, "unpinned_dtype", None)
+            for name, value in views.items():
+                if value is not None and value.dtype in FLOATS:
+                    found: torch.dtype = value.dtype if unpinned is None else unpinned(name)
+                    return found
+    return None
+
+
+def _device(args: Args, kwargs: Kwargs, module: torch.nn.Module) -> str | None:
+    """The device type of the first tensor argument, else of the first parameter or buffer."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device.type
+    for holder in module.modules():
+        for values in (holder._parameters, holder._buffers):
+            for value in values.values():
+                if value is not None:
+                    return value.device.type
+    return None
+
+
+def owner_frame() -> FrameType | None:
+    """The Python frame two up: the one that calls our hook. None where dynamo traces."""
+    return None if is_dynamo_compiling() else sys._getframe(2)
