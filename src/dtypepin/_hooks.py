@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from dtypepin import _params, _region
-from dtypepin._private import keep_out_of_dynamo_frames
+from dtypepin import _cast, _params, _region
+from dtypepin._private import keep_out_of_dynamo_frames, renumber
 from dtypepin._region import Args, Kwargs, Rule
 
 
@@ -62,6 +63,10 @@ class Pin(Rule):
                 add_note(error, self, args, kwargs)
         new = _region.leave(frame, output)
         return None if new is output else new
+
+
+#: The ids that the two hooks of pins of a module have had, so far.
+_ids: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
 class PinnedMethod:
@@ -147,12 +152,14 @@ def attach(module: nn.Module, pin: Pin) -> None:
     if pin.method == "forward":
         # Both kinds of hooks run in order of registration, so the second is put in front:
         # nested pins unwind from the inside. ``always_call``: also after an exception.
-        pin.handles = (
+        handles = (
             module.register_forward_pre_hook(pin.before, with_kwargs=True),
             module.register_forward_hook(
                 pin.after, with_kwargs=True, prepend=True, always_call=True
             ),
         )
+        _keep_ids(module, handles)
+        pin.handles = handles
     else:
         wrapper = module.__dict__.get(pin.method)
         if not isinstance(wrapper, PinnedMethod):
@@ -160,6 +167,17 @@ def attach(module: nn.Module, pin: Pin) -> None:
             module.__dict__[pin.method] = wrapper
         wrapper.pins.append(pin)
     _choose(module, pin.method)
+
+
+def _keep_ids(module: nn.Module, handles: tuple[RemovableHandle, RemovableHandle]) -> None:
+    """Use hook ids again that pins of this module had before: compiled code guards on them."""
+    known = _ids.setdefault(module, [])
+    for pair in known:
+        if pair[0] not in module._forward_pre_hooks and pair[1] not in module._forward_hooks:
+            for handle, number in zip(handles, pair, strict=True):
+                renumber(handle, number)
+            return
+    known.append((handles[0].id, handles[1].id))
 
 
 def detach(module: nn.Module, pin: Pin) -> None:
@@ -213,17 +231,4 @@ def _passed_through(error: BaseException, owner: FrameType) -> bool:
 
 
 #: Whether compiled models with a graph break inside a pinned module keep their pins.
-SAFE_ACROSS_GRAPH_BREAKS = keep_out_of_dynamo_frames(
-    Pin.before,
-    Pin.after,
-    _region.enter,
-    _region.leave,
-    _region.find,
-    _region.is_alive,
-    _region.current,
-    _params.ParameterView.__getitem__,
-    _params.ParameterView._read,
-    _params.BufferView._read,
-    _params.BufferView.__setitem__,
-    _params.BufferView.write_back,
-)
+SAFE_ACROSS_GRAPH_BREAKS = keep_out_of_dynamo_frames(_cast, _region, _params, sys.modules[__name__])

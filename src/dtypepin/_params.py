@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from dtypepin._cast import FLOATS, cast
 from dtypepin._private import in_functorch
@@ -63,7 +63,7 @@ class ParameterView(dict[str, Any]):
         return value
 
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
-        if is_lazy(value):
+        if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
             return value  # LazyLinear's own hook materialises it first
         return cast(value, self.unpinned_dtype(name) if frame.dtype is None else frame.dtype)
 
@@ -82,14 +82,15 @@ class BufferView(ParameterView):
 
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
         # One cast per call, so that what is written to it is seen by the next read.
+        # A list, not a dict by ``id``: dynamo would compile anew for each new view.
         if frame.buffers is None:
-            frame.buffers = {}
-        known = frame.buffers.get((id(self), name))
-        if known is not None:
-            return known[2]
+            frame.buffers = []
+        for view, known, read in frame.buffers:
+            if view is self and known == name:
+                return read
         read = super()._read(name, value, frame)
         if read is not value:
-            frame.buffers[id(self), name] = (self, name, read)
+            frame.buffers.append((self, name, read))
         return read
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -100,7 +101,9 @@ class BufferView(ParameterView):
             if frame is not None and old is not None and old.dtype in FLOATS:
                 # ``self.running = new`` inside a region: the buffer keeps its own dtype.
                 if frame.buffers is not None:
-                    frame.buffers.pop((id(self), name), None)
+                    frame.buffers = [
+                        entry for entry in frame.buffers if entry[0] is not self or entry[1] != name
+                    ]
                 value = cast(value, old.dtype)
         dict.__setitem__(self, name, value)
 
@@ -226,9 +229,10 @@ def _settle(tensor: Tensor, stored: Stored) -> None:
             rounded = cast(backup, value.dtype)
             untrained = (value == rounded) | (value.isnan() & rounded.isnan())
             new = torch.where(untrained, cast(backup, target), new)
-        elif tensor.dtype is stored.original and torch.promote_types(
-            tensor.dtype, target
-        ) is not target:
+        elif (
+            tensor.dtype is stored.original
+            and torch.promote_types(tensor.dtype, target) is not target
+        ):
             stored.backup = value  # its storage lives on here; the tensor gets a new one
         # ``.data`` keeps the Parameter object: optimizers, ties and hooks hold on to it.
         grad = tensor.grad if tensor.is_leaf else None

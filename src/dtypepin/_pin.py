@@ -87,7 +87,8 @@ class _Plan:
         chosen = find(model, patterns, class_patterns)
         for name in dict.fromkeys(methods):
             self.targets += self._having(name, chosen)
-        self.targets.sort(key=lambda target: [c.module for c in chosen].index(target[0].module)) if len(methods) > 1 else None
+        order = {id(found.module): i for i, found in enumerate(chosen)}
+        self.targets.sort(key=lambda target: order[id(target[0].module)])
         having = {id(found.module) for found, _ in self.targets}
         _refuse.check(
             model, [c for c in chosen if id(c.module) in having], self.dtype, self.override
@@ -100,8 +101,7 @@ class _Plan:
         having = [
             (found, method)
             for found in chosen
-            if callable(getattr(found.module, method, None))
-            and method not in found.module._modules
+            if callable(getattr(found.module, method, None)) and method not in found.module._modules
         ]
         if not having:
             example = chosen[0]
@@ -222,7 +222,9 @@ def apply(
                 _put(found, pin, known)
             else:
                 _params.cover(_uncovered(found.module, pin), pin)  # children added since
-            handles.append(PinHandle(found.module, pin, found.names, found.class_name, found.parents))
+            handles.append(
+                PinHandle(found.module, pin, found.names, found.class_name, found.parents)
+            )
         undo.pop_all()
     pins = PinHandles(handles)
     if verbose:
@@ -254,7 +256,7 @@ def _uncovered(module: nn.Module, pin: Pin) -> list[nn.Module]:
     ]
 
 
-class pin_dtype:  # noqa: N801 - used like a function, as torch.no_grad is
+class pin_dtype:
     """Pin chosen modules for a block: ``apply`` at its start, ``remove`` at its end.
 
     The arguments are those of :func:`apply`. The block also ends the pins on an exception and on

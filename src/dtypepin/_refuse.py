@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -43,24 +42,61 @@ def check(model: nn.Module, chosen: list[Named], dtype: torch.dtype, override: b
             seen.add(id(part))
             name = names.get(id(part), found.names[0])
             differs = any(value.dtype is not dtype for _, value in own_floats(part))
-            if isinstance(part, torch.jit.ScriptModule) and (
-                part is found.module or differs
-            ):
-                _refuse(name, part, "is a ScriptModule, which hooks cannot reach inside", "pin the Python module before torch.jit.script or torch.jit.trace")
+            if isinstance(part, torch.jit.ScriptModule) and (part is found.module or differs):
+                _refuse(
+                    name,
+                    part,
+                    "is a ScriptModule, which hooks cannot reach inside",
+                    "pin the Python module before torch.jit.script or torch.jit.trace",
+                )
             if id(part) in sharded:
-                _refuse(name, part, "is wrapped in FullyShardedDataParallel (FSDP1), which keeps its parameters as flat views", "shard with torch.distributed.fsdp.fully_shard")
+                _refuse(
+                    name,
+                    part,
+                    "is wrapped in FullyShardedDataParallel (FSDP1), which keeps its parameters as "
+                    "flat views",
+                    "shard with torch.distributed.fsdp.fully_shard",
+                )
             if not differs:
                 continue
-            if override and part is found.module and any(is_lazy(value) for _, value in own_floats(part)):
-                _refuse(name, part, "has parameters that are not initialised yet", "run one forward first, or leave override_parameters off")
+            if (
+                override
+                and part is found.module
+                and any(is_lazy(value) for _, value in own_floats(part))
+            ):
+                _refuse(
+                    name,
+                    part,
+                    "has parameters that are not initialised yet",
+                    "run one forward first, or leave override_parameters off",
+                )
             if stored:
                 continue
             if isinstance(part, nn.RNNBase):
-                _refuse(name, part, f"keeps a list of its weights of its own, which cannot be cast to {short(dtype)} for the call", "pin that module itself with override_parameters=True")
+                _refuse(
+                    name,
+                    part,
+                    "keeps a list of its weights of its own, which cannot be cast to "
+                    f"{short(dtype)} for the call",
+                    "pin that module itself with override_parameters=True",
+                )
             if _has_old_weight_norm(part):
-                _refuse(name, part, f"computes its weight in a hook outside the pinned region, in a dtype other than {short(dtype)}", "use torch.nn.utils.parametrizations, or pin that module itself with override_parameters=True")
+                _refuse(
+                    name,
+                    part,
+                    "computes its weight in a hook outside the pinned region, not in "
+                    f"{short(dtype)}",
+                    "use torch.nn.utils.parametrizations, or pin that module itself with "
+                    "override_parameters=True",
+                )
             if id(part) in replicated:
-                _refuse(name, part, "is inside a DataParallel, whose replicas hold their weights as plain attributes that cannot be cast for the call", "use override_parameters=True, or DistributedDataParallel")
+                _refuse(
+                    name,
+                    part,
+                    "is inside a DataParallel, whose replicas hold their weights as plain "
+                    "attributes that cannot be cast for the call",
+                    "use override_parameters=True, or DistributedDataParallel",
+                )
     if override:
         _check_storing(model, chosen, everything, dtype)
 
@@ -117,7 +153,11 @@ def _check_storing(
 def _check_ddp(model: nn.Module, to_store: dict[int, tuple[str, str]]) -> None:
     """A parameter's dtype is laid down in DDP's gradient buckets when the model is wrapped."""
     ddp = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
-    if ddp is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if (
+        ddp is None
+        or not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+    ):
         return
     # A trainer may hand out ``ddp.module``, from where the wrapper cannot be seen.
     for wrapper in [item for item in gc.get_objects() if isinstance(item, ddp)]:
@@ -135,13 +175,19 @@ def _owned(value: Tensor) -> str | None:
     if type(value).__name__ == "DTensor" or type(value.data).__name__ == "DTensor":
         return "is a DTensor, already sharded"
     if is_traceable_wrapper_subclass(value):
-        return f"is a {type(value).__name__}, a tensor subclass whose dtype cannot be changed in place"
+        return (
+            f"is a {type(value).__name__}, a tensor subclass whose dtype cannot be changed in place"
+        )
     return None
+
+
+def _is_subclass(value: object) -> bool:
+    return is_traceable_wrapper_subclass(value)  # for mypy, its TypeGuard excludes every Tensor
 
 
 def _storage(value: Tensor) -> int | None:
     """The address of a tensor's memory; None where it has none of its own."""
-    if is_lazy(value) or value.device.type == "meta" or is_traceable_wrapper_subclass(value):
+    if is_lazy(value) or value.device.type == "meta" or _is_subclass(value):
         return None
     return value.untyped_storage().data_ptr() or None
 
@@ -173,5 +219,3 @@ def _dotted(module: str, name: str) -> str:
 def _refuse(name: str, module: nn.Module, reason: str, remedy: str) -> None:
     what = f"module {name!r}" if name else "the root module"
     raise PinError(f"{what} ({type(module).__name__}) {reason}; {remedy}")
-
-

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from dtypepin._cast import FLOATS, cast, map_tensors, short
 from dtypepin._private import any_autocast_enabled
@@ -85,7 +84,7 @@ class Frame:
         self.dtype = dtype
         self.restore = restore
         self.device = device
-        self.buffers: dict[tuple[int, str], tuple[BufferView, str, Tensor]] | None = None
+        self.buffers: list[tuple[BufferView, str, Tensor]] | None = None
 
 
 class _Thread(threading.local):
@@ -198,7 +197,7 @@ def leave(frame: Frame, output: Any) -> Any:
     if frame.device is not None:
         torch.set_autocast_enabled(frame.device, True)
     if frame.buffers is not None:
-        for view, name, handed_out in frame.buffers.values():
+        for view, name, handed_out in frame.buffers:
             view.write_back(name, handed_out)
     restore = frame.restore
     if restore is None or output is None:
@@ -317,8 +316,3 @@ def _device(args: Args, kwargs: Kwargs, module: torch.nn.Module) -> str | None:
                 if value is not None:
                     return value.device.type
     return None
-
-
-def owner_frame() -> FrameType | None:
-    """The Python frame two up: the one that calls our hook. None where dynamo traces."""
-    return None if is_dynamo_compiling() else sys._getframe(2)
