@@ -174,10 +174,8 @@ def _check_ddp(model: nn.Module, to_store: dict[int, tuple[str, str]]) -> None:
 def _owned(value: Tensor) -> str | None:
     if type(value).__name__ == "DTensor" or type(value.data).__name__ == "DTensor":
         return "is a DTensor, already sharded"
-    if is_traceable_wrapper_subclass(value):
-        return (
-            f"is a {type(value).__name__}, a tensor subclass whose dtype cannot be changed in place"
-        )
+    if _is_subclass(value):
+        return f"is a {type(value).__name__}, whose dtype cannot be changed in place"
     return None
 
 
