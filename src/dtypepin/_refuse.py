@@ -31,74 +31,78 @@ def check(model: nn.Module, chosen: list[Named], dtype: torch.dtype, override: b
     everything = named(model)
     ids = {id(found.module) for found in chosen}
     names = {id(found.module): found.names[0] for found in everything}
-    sharded = _inside(model, "FullyShardedDataParallel")
+    flat = _inside(model, "FullyShardedDataParallel")
     replicated = _inside(model, "DataParallel")
     seen: set[int] = set()
     for found in chosen:
         for part in found.module.modules():
-            stored = override and id(part) in ids
-            if id(part) in seen or (id(part) in ids and part is not found.module):
-                continue  # a chosen module inside another is looked at for itself
+            if id(part) in seen:
+                continue
             seen.add(id(part))
-            name = names.get(id(part), found.names[0])
-            differs = any(value.dtype is not dtype for _, value in own_floats(part))
-            if isinstance(part, torch.jit.ScriptModule) and (part is found.module or differs):
-                _refuse(
-                    name,
-                    part,
-                    "is a ScriptModule, which hooks cannot reach inside",
-                    "pin the Python module before torch.jit.script or torch.jit.trace",
-                )
-            if id(part) in sharded:
-                _refuse(
-                    name,
-                    part,
-                    "is wrapped in FullyShardedDataParallel (FSDP1), which keeps its parameters as "
-                    "flat views",
-                    "shard with torch.distributed.fsdp.fully_shard",
-                )
-            if not differs:
-                continue
-            if (
-                override
-                and part is found.module
-                and any(is_lazy(value) for _, value in own_floats(part))
-            ):
-                _refuse(
-                    name,
-                    part,
-                    "has parameters that are not initialised yet",
-                    "run one forward first, or leave override_parameters off",
-                )
-            if stored:
-                continue
-            if isinstance(part, nn.RNNBase):
-                _refuse(
-                    name,
-                    part,
-                    "keeps a list of its weights of its own, which cannot be cast to "
-                    f"{short(dtype)} for the call",
-                    "pin that module itself with override_parameters=True",
-                )
-            if _has_old_weight_norm(part):
-                _refuse(
-                    name,
-                    part,
-                    "computes its weight in a hook outside the pinned region, not in "
-                    f"{short(dtype)}",
-                    "use torch.nn.utils.parametrizations, or pin that module itself with "
-                    "override_parameters=True",
-                )
-            if id(part) in replicated:
-                _refuse(
-                    name,
-                    part,
-                    "is inside a DataParallel, whose replicas hold their weights as plain "
-                    "attributes that cannot be cast for the call",
-                    "use override_parameters=True, or DistributedDataParallel",
-                )
+            reason = _reason(
+                part,
+                dtype,
+                chosen=id(part) in ids,
+                override=override,
+                flat=id(part) in flat,
+                replicated=id(part) in replicated,
+            )
+            if reason:
+                name = names.get(id(part), found.names[0])
+                what = f"module {name!r}" if name else "the root module"
+                raise PinError(f"{what} ({type(part).__name__}) {reason}")
     if override:
         _check_storing(model, chosen, everything, dtype)
+
+
+def _reason(
+    part: nn.Module,
+    dtype: torch.dtype,
+    *,
+    chosen: bool,
+    override: bool,
+    flat: bool,
+    replicated: bool,
+) -> str | None:
+    """Why one module in a pinned region cannot be there, and what to do instead."""
+    floats = [value for _, value in own_floats(part)]
+    differs = any(value.dtype is not dtype for value in floats)
+    if isinstance(part, torch.jit.ScriptModule) and (chosen or differs):
+        return (
+            "is a ScriptModule, which hooks cannot reach inside; "
+            "pin the Python module before torch.jit.script or torch.jit.trace"
+        )
+    if flat:
+        return (
+            "is wrapped in FullyShardedDataParallel (FSDP1), which keeps its parameters as flat "
+            "views; shard with torch.distributed.fsdp.fully_shard"
+        )
+    if not differs:
+        return None
+    if override and chosen:
+        if any(is_lazy(value) for value in floats):
+            return (
+                "has parameters that are not initialised yet; "
+                "run one forward first, or leave override_parameters off"
+            )
+        return None
+    if isinstance(part, nn.RNNBase):
+        return (
+            f"keeps its own list of its weights, which cannot be cast to {short(dtype)} for the "
+            "call; pin that module itself with override_parameters=True"
+        )
+    if _has_old_weight_norm(part):
+        return (
+            f"computes its weight in a hook outside the pinned region, not in {short(dtype)}; "
+            "use torch.nn.utils.parametrizations, or pin that module itself with "
+            "override_parameters=True"
+        )
+    if replicated:
+        return (
+            "is inside a DataParallel, whose replicas hold their weights as plain attributes that "
+            "cannot be cast for the call; use override_parameters=True, or DistributedDataParallel"
+        )
+    return None
 
 
 def _check_storing(
@@ -106,7 +110,7 @@ def _check_storing(
 ) -> None:
     """Refuse to change the dtype of a tensor that somebody else counts on."""
     to_store: dict[int, tuple[str, str]] = {}
-    storages: dict[int, tuple[str, str]] = {}
+    storages: dict[int | None, tuple[str, str]] = {}
     for found in chosen:
         for name, value in own_floats(found.module):
             if value.dtype is not dtype:
@@ -119,25 +123,23 @@ def _check_storing(
     ids = {id(found.module) for found in chosen}
     for found in everything:
         for name, value in own_floats(found.module):
-            inside = id(found.module) in ids
-            if id(found.module) not in ids and (
-                id(value) in to_store or _storage(value) in storages
-            ):
-                owner, own_name = to_store.get(id(value)) or storages[_storage(value) or 0]
+            if id(found.module) in ids:
+                owner = _owner(value) if value.dtype is not dtype else None
+                if owner:
+                    raise PinError(
+                        f"override_parameters=True: {_dotted(found.names[0], name)} {owner}; "
+                        "pin before wrapping or sharding the model, or leave "
+                        "override_parameters off (the parameter is cast for the call)"
+                    )
+                continue
+            tied = to_store.get(id(value)) or storages.get(_storage(value))
+            if tied:
                 raise PinError(
-                    f"override_parameters=True: {_dotted(owner, own_name)} is the same memory as "
+                    f"override_parameters=True: {_dotted(*tied)} is the same memory as "
                     f"{_dotted(found.names[0], name)}, which is not selected and would change "
                     "dtype too; leave override_parameters off (the tie is kept, the parameter is "
                     "cast for the call), or select both modules"
                 )
-            if inside and value.dtype is not dtype:
-                reason = _owned(value)
-                if reason:
-                    raise PinError(
-                        f"override_parameters=True: {_dotted(found.names[0], name)} {reason}; "
-                        "pin before wrapping or sharding the model, or leave "
-                        "override_parameters off (the parameter is cast for the call)"
-                    )
     _check_ddp(model, to_store)
     fsdp = [m for m in model.modules() if any(k.__name__ == "FSDPModule" for k in type(m).__mro__)]
     for module in fsdp:
@@ -159,8 +161,9 @@ def _check_ddp(model: nn.Module, to_store: dict[int, tuple[str, str]]) -> None:
         or not torch.distributed.is_initialized()
     ):
         return
-    # A trainer may hand out ``ddp.module``, from where the wrapper cannot be seen.
-    for wrapper in [item for item in gc.get_objects() if isinstance(item, ddp)]:
+    # A trainer may hand out ``ddp.module``, from where the wrapper cannot be seen. Not isinstance:
+    # it asks objects for their ``__class__``, and a dead weak proxy raises.
+    for wrapper in [item for item in gc.get_objects() if issubclass(type(item), ddp)]:
         for value in wrapper.parameters():
             if id(value) in to_store and value.requires_grad:
                 raise PinError(
@@ -171,7 +174,7 @@ def _check_ddp(model: nn.Module, to_store: dict[int, tuple[str, str]]) -> None:
                 )
 
 
-def _owned(value: Tensor) -> str | None:
+def _owner(value: Tensor) -> str | None:
     if type(value).__name__ == "DTensor" or type(value.data).__name__ == "DTensor":
         return "is a DTensor, already sharded"
     if _is_subclass(value):
@@ -212,8 +215,3 @@ def _inside(model: nn.Module, wrapper: str) -> set[int]:
 
 def _dotted(module: str, name: str) -> str:
     return repr(f"{module}.{name}" if module else name)
-
-
-def _refuse(name: str, module: nn.Module, reason: str, remedy: str) -> None:
-    what = f"module {name!r}" if name else "the root module"
-    raise PinError(f"{what} ({type(module).__name__}) {reason}; {remedy}")
