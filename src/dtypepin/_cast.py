@@ -15,8 +15,8 @@ from dtypepin._errors import PinError
 #: The only dtypes that are ever cast, in or out.
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
-# ``x.float()`` costs half of ``x.to(torch.float32)``: no argument parsing.
-_CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+#: ``x.float()`` costs half of ``x.to(torch.float32)``: no argument parsing.
+CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
@@ -58,7 +58,7 @@ def short(dtype: torch.dtype | None) -> str:
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast one floating tensor; the very same object comes back where nothing is to be done."""
-    return tensor if tensor.dtype is dtype else _CASTS[dtype](tensor)
+    return tensor if tensor.dtype is dtype else CASTS[dtype](tensor)
 
 
 def is_castable(value: object) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from dtypepin._cast import FLOATS, cast, map_tensors, short
+from dtypepin._cast import CASTS, FLOATS, cast, map_tensors, short
 from dtypepin._private import any_autocast_enabled
 
 if TYPE_CHECKING:
@@ -156,11 +156,11 @@ def enter(
     rule.ran = True
     dtype = rule.dtype
     cast_args = None
-    first = _first(args, kwargs)
+    first = args[0] if args else None
     if rule.inputs == "all":
         first, cast_args = _cast_all(args, kwargs, dtype)
-    elif first is not None and first.dtype is not dtype:
-        cast_args = _cast_one(args, kwargs, first, cast(first, dtype))
+    elif not (isinstance(first, Tensor) and first.dtype in FLOATS):
+        first = _first(args, kwargs)
     restore: torch.dtype | None
     if rule.output == "restore":
         restore = first.dtype if first is not None else _parameter_dtype(module)
@@ -173,11 +173,19 @@ def enter(
         kind = first.device.type if first is not None else _device(args, kwargs, module)
         if kind is not None and torch.is_autocast_enabled(kind):
             device = kind
-    frames.append(Frame(rule, owner, dtype, restore, device))
+    frame = Frame(rule, owner, dtype, restore, device)
+    frames.append(frame)
     if device is not None:
         # Not ``torch.autocast(...).__enter__()``: it breaks fullgraph, and a KeyboardInterrupt
         # that skips its exit leaves autocast's weight cache alive, so old weights stay in use.
         torch.set_autocast_enabled(device, False)
+    if cast_args is None and first is not None and first.dtype is not dtype:
+        try:
+            # Only now: the same cast costs twice as much with autocast on.
+            cast_args = _replace(args, kwargs, first, CASTS[dtype](first))
+        except BaseException:
+            leave(frame, None)
+            raise
     return cast_args
 
 
@@ -194,18 +202,20 @@ def leave(frame: Frame, output: Any) -> Any:
     frames = thread.frames
     while frames.pop() is not frame:
         pass
-    if frame.device is not None:
-        torch.set_autocast_enabled(frame.device, True)
-    if frame.buffers is not None:
-        for view, name, handed_out in frame.buffers:
-            view.write_back(name, handed_out)
-    restore = frame.restore
-    if restore is None or output is None:
-        return output
-    if isinstance(output, Tensor):
-        # The common case, spelled out: one tensor costs no closure.
-        return cast(output, restore) if output.dtype in FLOATS else output
-    return map_tensors(output, lambda tensor: cast(tensor, restore))
+    try:
+        if frame.buffers is not None:
+            for view, name, handed_out in frame.buffers:
+                view.write_back(name, handed_out)
+        restore = frame.restore
+        if restore is None or output is None:
+            return output
+        if isinstance(output, Tensor):  # the common case costs no closure
+            old = output.dtype
+            return output if old is restore or old not in FLOATS else CASTS[restore](output)
+        return map_tensors(output, lambda tensor: cast(tensor, restore))
+    finally:
+        if frame.device is not None:
+            torch.set_autocast_enabled(frame.device, True)
 
 
 def find(rule: Rule, caller: FrameType | None) -> Frame | None:
@@ -270,10 +280,12 @@ def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
     return None
 
 
-def _cast_one(args: Args, kwargs: Kwargs, old: Tensor, new: Tensor) -> tuple[Args, Kwargs]:
+def _replace(args: Args, kwargs: Kwargs, old: Tensor, new: Tensor) -> tuple[Args, Kwargs]:
     """Replace one tensor wherever the very same one is an argument."""
     if kwargs:
         kwargs = {key: new if value is old else value for key, value in kwargs.items()}
+    elif len(args) == 1:
+        return (new,), kwargs
     return tuple([new if value is old else value for value in args]), kwargs
 
 
