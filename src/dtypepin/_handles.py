@@ -146,7 +146,8 @@ class PinHandle:
 class PinHandles(Sequence[PinHandle]):
     """The pins of one ``apply``: a sequence of handles, and a context manager that removes them.
 
-    ``print`` shows them as a table. It does not keep the model alive.
+    ``print`` shows them as a table, and names those that were not called while others were. It
+    does not keep the model alive.
 
     Example:
         >>> import torch, dtypepin
@@ -249,7 +250,12 @@ class PinHandles(Sequence[PinHandle]):
         return list(drifted)
 
     def __str__(self) -> str:
-        return table([handle.row() for handle in self._handles])
+        text = table([handle.row() for handle in self._handles])
+        active = [handle for handle in self._handles if handle.active]
+        waiting = [handle.name or "(root)" for handle in active if not handle.ran]
+        if 0 < len(waiting) < len(active):  # before the first call there is nothing to say
+            text += f"\nnot called so far: {', '.join(dict.fromkeys(waiting))}"
+        return text
 
     def __repr__(self) -> str:
         return f"PinHandles([{', '.join(map(repr, self._handles))}])"
