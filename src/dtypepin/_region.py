@@ -103,9 +103,11 @@ def is_alive(frame: Frame) -> bool:
     KeyboardInterrupt and SystemExit skip torch's ``always_call`` hooks, so a frame can be left
     behind. It then must not count any more: it is recognised by its owner being off the stack.
     """
-    owner = frame.owner
-    if owner is None:
-        return True
+    return frame.owner is None or is_running(frame.owner)
+
+
+def is_running(owner: FrameType) -> bool:
+    """Whether a Python frame is on the stack of this thread."""
     running: FrameType | None = sys._getframe(1)
     while running is not None:
         if running is owner:
