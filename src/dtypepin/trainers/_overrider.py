@@ -1,0 +1,150 @@
+"""A hook for trainers in the style of detectron2 and Pointcept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtypepin._cast import resolve_dtype, short
+from dtypepin._errors import PinError, warn
+from dtypepin._handles import PinHandles
+from dtypepin._params import own_floats
+from dtypepin._pin import apply
+from dtypepin._select import Patterns
+
+
+class DtypeOverrider:
+    """Pin modules of ``trainer.model`` for the length of a training.
+
+    The trainer sets ``self.trainer`` and calls ``before_train``, ``after_step`` and, in a
+    ``finally``, ``after_train``. It does not import any framework and has no semantics of its
+    own: the pins are those of :func:`dtypepin.apply`. It comes before hooks that make an
+    optimizer, and before DDP wraps the model where ``override_parameters`` changes a dtype.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from dtypepin.trainers import DtypeOverrider
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> hook = DtypeOverrider(class_patterns=["LayerNorm"], override_parameters=True)
+        >>> hook.trainer = SimpleNamespace(model=model)
+        >>> hook.before_train()
+        >>> model[1].weight.dtype
+        torch.float32
+        >>> hook.after_train()
+        >>> model[1].weight.dtype
+        torch.bfloat16
+
+    Args:
+        patterns: regexes, searched in the dotted names; DDP and other wrappers are seen through.
+        class_patterns: regexes, searched in the class names.
+        dtype: float16, bfloat16, float32 or float64, as ``torch.dtype`` or by name.
+        methods_to_override: names of methods; None means ``["forward"]``.
+        override_parameters: whether to store the matched modules' parameters in ``dtype``.
+        verbose: log each pinned method and stored parameter, and a summary, to
+            ``trainer.logger``.
+        check_interval: every so many steps, stored parameters that have drifted to another dtype
+            are cast back, with a warning. 0 never checks.
+
+    Raises:
+        PinError: a dtype or ``check_interval`` that is not valid; in ``before_train``, whatever
+            :func:`dtypepin.apply` refuses, and no match at all.
+
+    Warns:
+        PinWarning: some of the patterns match nothing; a stored parameter had drifted; a pinned
+            method was not called in the whole training.
+    """
+
+    trainer: Any = None
+
+    def __init__(
+        self,
+        patterns: Patterns = None,
+        class_patterns: Patterns = None,
+        dtype: torch.dtype | str = "float32",
+        methods_to_override: Sequence[str] | str | None = None,
+        override_parameters: bool = False,
+        verbose: bool = False,
+        check_interval: int = 10,
+    ) -> None:
+        if not isinstance(check_interval, int) or check_interval < 0:
+            raise PinError(
+                f"check_interval: got {check_interval!r}, expected a number of steps, 0 for never"
+            )
+        self.patterns = patterns
+        self.class_patterns = class_patterns
+        self.dtype = resolve_dtype(dtype)
+        self.methods_to_override = methods_to_override or ["forward"]
+        self.override_parameters = override_parameters
+        self.verbose = verbose
+        self.check_interval = check_interval
+        self.pins: PinHandles | None = None
+        self._steps = 0
+
+    def before_train(self) -> None:
+        """Pin the model; pins of an earlier training that are still on are taken off first."""
+        self._remove()
+        self._steps = 0
+        self.pins = apply(
+            self.trainer.model,
+            self.patterns or None,
+            self.class_patterns or None,
+            self.dtype,
+            methods_to_override=self.methods_to_override,
+            override_parameters=self.override_parameters,
+        )
+        if self.verbose:
+            self._log(self.pins)
+
+    def before_epoch(self) -> None:
+        """Nothing; trainers call it."""
+
+    def before_step(self) -> None:
+        """Nothing; trainers call it."""
+
+    def after_step(self) -> None:
+        """Every ``check_interval`` steps, cast stored parameters back that have drifted."""
+        self._steps += 1
+        if self.pins is not None and self.check_interval and not self._steps % self.check_interval:
+            self.pins.check()
+
+    def after_epoch(self) -> None:
+        """Nothing; trainers call it."""
+
+    def after_train(self) -> None:
+        """Take the pins off; name those that were never called."""
+        pins, steps = self.pins, self._steps
+        self._remove()
+        idle = [f"{pin.name or '(root)'}.{pin.method}" for pin in pins or () if not pin.ran]
+        if steps and idle:
+            warn(
+                f"pinned, but not called in {steps} steps: {', '.join(idle)}. A parent that reads "
+                "a child's weight without calling it, or calls child.forward(x), goes past the "
+                "pin: pin the parent"
+            )
+
+    def _remove(self) -> None:
+        if self.pins is not None:
+            self.pins.remove()
+            self.pins = None
+
+    def _log(self, pins: PinHandles) -> None:
+        info = self.trainer.logger.info
+        stored = 0
+        for pin in pins:
+            name = pin.name or "(root)"
+            info(f"pinned {name}.{pin.method} ({pin.class_name}) to {short(self.dtype)}")
+            if not self.override_parameters or pin.module is None or pin.method != pins[0].method:
+                continue
+            for parameter, _ in own_floats(pin.module):
+                stored += 1
+                info(f"stored {name}.{parameter} in {short(self.dtype)}")
+        info(f"{len(pins)} methods pinned to {short(self.dtype)}, {stored} parameters stored in it")
+
+    def __repr__(self) -> str:
+        return (
+            f"DtypeOverrider(patterns={self.patterns!r}, class_patterns={self.class_patterns!r}, "
+            f"dtype={short(self.dtype)!r}, override_parameters={self.override_parameters})"
+        )
