@@ -5,6 +5,8 @@ import torch
 
 from dtypepin import _region
 
+torch.set_num_threads(1)  # the models are tiny
+
 
 @pytest.fixture(autouse=True)
 def clean():

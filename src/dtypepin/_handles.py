@@ -86,7 +86,7 @@ class PinHandle:
         parents: tuple[nn.Module, ...],
     ) -> None:
         self._module = weakref.ref(module)
-        self._pin = weakref.ref(pin)
+        self._pin = pin  # it knows no module, so it keeps no model alive
         self._parents = tuple(weakref.ref(parent) for parent in parents)
         self.name, self.names, self.class_name = names[0], names, class_name
         self.method, self.dtype = pin.method, pin.dtype
@@ -101,16 +101,15 @@ class PinHandle:
     @property
     def active(self) -> bool:
         """Whether the pin stands on the module, and no later one counts instead."""
-        module, pin = self._module(), self._pin()
-        return bool(
-            not self._removed and module is not None and pin and pin.active and _stands(module, pin)
-        )
+        module = self._module()
+        if self._removed or module is None:
+            return False
+        return self._pin.active and _stands(module, self._pin)
 
     @property
     def ran(self) -> bool:
-        """Whether the pinned method was called at all since it was pinned."""
-        pin = self._pin()
-        return pin is not None and pin.ran
+        """Whether the pinned method was called at all while it was pinned."""
+        return self._pin.ran
 
     def remove(self) -> None:
         """Take this pin off again; a second time does nothing.
@@ -120,8 +119,8 @@ class PinHandle:
         if self._removed:
             return
         self._removed = True
-        module, pin = self._module(), self._pin()
-        if module is None or pin is None or not _stands(module, pin):
+        module, pin = self._module(), self._pin
+        if module is None or not _stands(module, pin):
             return
         pin.holders -= 1
         if pin.holders <= 0:
@@ -130,9 +129,9 @@ class PinHandle:
 
     def row(self) -> Row:
         """This pin as a line of the table."""
-        module, pin = self._module(), self._pin()
+        module, pin = self._module(), self._pin
         kind = "removed"
-        if module is not None and pin is not None and not self._removed and _stands(module, pin):
+        if module is not None and not self._removed and _stands(module, pin):
             kind = parameters_kind(module, pin.dtype, pin.override)
         return Row(self.name, self.class_name, self.method, self.dtype, kind, self.names[1:])
 
@@ -217,8 +216,7 @@ class PinHandles(Sequence[PinHandle]):
             >>> model(x).dtype
             torch.float32
         """
-        pins = [pin for pin in (handle._pin() for handle in self._handles) if pin is not None]
-        return _region.disabled(list(pins))
+        return _region.disabled([handle._pin for handle in self._handles])
 
     def check(self) -> list[str]:
         """Cast stored parameters back that somebody has cast since, as ``model.half()`` does.

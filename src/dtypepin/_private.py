@@ -23,6 +23,15 @@ any_autocast_enabled: Callable[[], bool] = getattr(
 )
 
 
+def _is_exporting() -> bool:
+    # torch before 2.7: only export, not dynamo, sets the flag that is read here.
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+#: Whether ``torch.export`` is tracing the call.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_exporting)
+
+
 def in_functorch() -> bool:
     """Whether a ``torch.func`` transform (grad, vmap, jvp ...) is active in this thread."""
     functorch = getattr(torch._C, "_functorch", None)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dtypepin._cast import CASTS, FLOATS, cast, map_tensors, short
-from dtypepin._private import any_autocast_enabled
+from dtypepin._errors import PinError
+from dtypepin._private import any_autocast_enabled, is_exporting
 
 if TYPE_CHECKING:
     from dtypepin._params import BufferView
@@ -174,6 +175,12 @@ def enter(
     if any_autocast_enabled():
         kind = first.device.type if first is not None else _device(args, kwargs, module)
         if kind is not None and torch.is_autocast_enabled(kind):
+            if is_exporting():
+                raise PinError(
+                    f"torch.export under an active autocast does not record that autocast is off "
+                    f"inside {where(rule)}: the program would not compute in {short(dtype)} there; "
+                    "export outside of autocast, or take the pin off first"
+                )
             device = kind
     frame = Frame(rule, owner, dtype, restore, device)
     frames.append(frame)

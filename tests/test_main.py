@@ -1,0 +1,33 @@
+"""``python -m dtypepin``."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "dtypepin", *args], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_demonstration_pins_measures_and_undoes():
+    done = run()
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.split()[:4] == ["head", "Linear", "forward", "float32"] for line in lines)
+    dtypes = {line.split()[0]: line.split()[1:] for line in lines if line and line[0] != " "}
+    assert dtypes["blocks.0.mlp.0"] == ["bfloat16", "float32"]
+    assert dtypes["blocks.0.norm1"] == ["float32", "float32"]
+    error = next(line for line in lines if line.startswith("error against fp32"))
+    before, after = map(float, error.split()[-2:])
+    assert after < before
+    assert "The undo was exact" in done.stdout
+
+
+@pytest.mark.parametrize("args", [["--wrong"], ["extra"]])
+def test_a_wrong_argument_gives_usage_and_2(args):
+    done = run(*args)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: python -m dtypepin")

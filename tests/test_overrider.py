@@ -1,0 +1,234 @@
+"""DtypeOverrider in a small real training loop of the detectron2 and Pointcept style."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from dtypepin import PinError, PinWarning
+from dtypepin.trainers import DtypeOverrider
+
+
+class Registry(dict):
+    """What such trainers build their hooks from."""
+
+    def register_module(self):
+        def register(kind):
+            self[kind.__name__] = kind
+            return kind
+
+        return register
+
+    def build(self, config):
+        config = dict(config)
+        return self[config.pop("type")](**config)
+
+
+class Head(nn.Linear):
+    """Records what it computes in."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.__dict__.setdefault("seen", []).append((x.dtype, self.weight.dtype, out.dtype))
+        return out
+
+
+class Net(nn.Module):
+    """A transformer over the eight rows of a digit."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.rows = nn.Linear(8, width)
+        self.place = nn.Parameter(torch.randn(8, width) / 4)
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 64), nn.GELU())
+        self.head = Head(8 * 64, 10)
+
+    def forward(self, x):
+        x = self.rows(x) + self.place
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return self.head(self.mlp(x).flatten(1))
+
+
+class Trainer:
+    def __init__(self, model, hooks, autocast, steps=160):
+        self.model, self.hooks, self.autocast, self.steps = model, hooks, autocast, steps
+        self.logger = logging.getLogger("trainer")
+        digits = load_digits()
+        order = np.random.RandomState(0).permutation(len(digits.target))
+        x = torch.tensor(digits.images[order] / 16, dtype=torch.float32)
+        y = torch.tensor(digits.target[order])
+        self.train_set, self.test_set = (x[:1300], y[:1300]), (x[1300:], y[1300:])
+        for hook in hooks:
+            hook.trainer = self
+
+    def call(self, name):
+        for hook in self.hooks:
+            getattr(hook, name)()
+
+    def train(self):
+        try:
+            self.call("before_train")
+            optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
+            for step in range(self.steps):
+                self.call("before_step")
+                at = slice(step * 64 % 1280, step * 64 % 1280 + 64)
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                    logits = self.model(self.train_set[0][at])
+                loss = nn.functional.cross_entropy(logits.float(), self.train_set[1][at])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                self.call("after_step")
+        finally:
+            self.call("after_train")
+
+    def accuracy(self):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return (self.model(self.test_set[0]).argmax(1) == self.test_set[1]).float().mean()
+
+
+def trained(hooks, autocast, **kwargs):
+    torch.manual_seed(0)
+    trainer = Trainer(Net(), hooks, autocast, **kwargs)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def fp32_accuracy():
+    return trained([], autocast=False).accuracy()
+
+
+@pytest.mark.parametrize("override_parameters", [None, False, True])
+def test_digits_reach_the_accuracy_of_fp32(fp32_accuracy, override_parameters):
+    hooks = []
+    if override_parameters is not None:
+        registry = Registry()
+        registry.register_module()(DtypeOverrider)
+        config = {
+            "type": "DtypeOverrider",
+            "patterns": ["norm", "head"],
+            "override_parameters": override_parameters,
+        }
+        hooks = [registry.build(config)]
+    torch.manual_seed(0)
+    trainer = Trainer(Net(), hooks, autocast=True)
+    trainer.train()
+    assert fp32_accuracy > 0.9
+    assert abs(trainer.accuracy() - fp32_accuracy) < 0.01
+    seen = trainer.model.head.seen
+    assert len(seen) == trainer.steps + 1
+    # Autocast casts inside F.linear: the module's own input and weight show nothing of it.
+    inside = torch.float32 if hooks else torch.bfloat16
+    assert {out for _, _, out in seen[:-1]} == {inside}
+    assert seen[-1][2] is torch.bfloat16  # the pins are off after training
+
+
+def test_drift_is_repaired_and_warned_about_at_the_interval():
+    hook = DtypeOverrider(class_patterns=["Norm"], override_parameters=True, check_interval=3)
+    model = Net().bfloat16()
+    Trainer(model, [hook], autocast=False)
+    hook.before_train()
+    assert model.norm.weight.dtype is torch.float32
+    model.bfloat16()
+    hook.after_step()
+    hook.after_step()
+    assert model.norm.weight.dtype is torch.bfloat16
+    with pytest.warns(PinWarning, match=r"norm\.weight \(bfloat16, expected float32\)"):
+        hook.after_step()
+    assert model.norm.weight.dtype is torch.float32
+    model(torch.randn(2, 8, 8, dtype=torch.bfloat16))
+    hook.after_train()
+    assert model.norm.weight.dtype is torch.bfloat16
+
+
+def test_an_exception_in_the_loop_takes_the_pins_off():
+    class Stop(DtypeOverrider):
+        def after_step(self):
+            super().after_step()
+            raise KeyboardInterrupt
+
+    hook = Stop(patterns=["norm"])
+    trainer = Trainer(Net(), [hook], autocast=True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not trainer.model.norm._forward_hooks
+    assert hook.pins is None
+
+
+def test_verbose_logs_each_method_and_parameter_and_a_summary(caplog):
+    hook = DtypeOverrider(patterns=[r"^norm$"], override_parameters=True, verbose=True)
+    Trainer(Net(), [hook], autocast=True)
+    with caplog.at_level(logging.INFO, "trainer"):
+        hook.before_train()
+    hook.after_train()
+    assert [record.message for record in caplog.records] == [
+        "pinned norm.forward (LayerNorm) to float32",
+        "stored norm.weight in float32",
+        "stored norm.bias in float32",
+        "1 methods pinned to float32, 2 parameters stored in it",
+    ]
+
+
+def test_dead_patterns_warn_and_no_match_is_an_error():
+    trainer = Trainer(Net(), [], autocast=True)
+    hook = DtypeOverrider(patterns=["norm", "nrom"])
+    hook.trainer = trainer
+    with pytest.warns(PinWarning, match="'nrom' matches no module name"):
+        hook.before_train()
+    hook.after_train()
+    hook = DtypeOverrider(patterns=["nrom"])
+    hook.trainer = trainer
+    with pytest.raises(PinError, match="no module matched"):
+        hook.before_train()
+    hook.after_train()  # nothing to take off
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "int8"}, {"check_interval": -1}])
+def test_wrong_arguments_are_refused_at_once(wrong):
+    with pytest.raises(PinError, match=next(iter(wrong))):
+        DtypeOverrider(patterns=["norm"], **wrong)
+
+
+def test_a_second_training_pins_once_and_anew():
+    hook = DtypeOverrider(patterns=[r"^norm$"])
+    trainer = Trainer(Net(), [hook], autocast=True, steps=1)
+    hook.before_train()
+    hook.before_train()
+    assert len(trainer.model.norm._forward_hooks) == 1
+    trainer.train()
+    trainer.train()
+    assert not trainer.model.norm._forward_hooks
+
+
+def test_a_pin_that_was_never_called_is_named():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.read = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return nn.functional.linear(self.used(x), self.read.weight)
+
+    hook = DtypeOverrider(patterns=["used", "read"])
+    trainer = Trainer(Parent(), [hook], autocast=True)
+    hook.before_train()
+    trainer.model(torch.randn(2, 4))
+    hook.after_step()
+    with pytest.warns(PinWarning, match=r"not called in 1 steps: read\.forward\."):
+        hook.after_train()
+
+
+def test_data_parallel_is_seen_through():
+    hook = DtypeOverrider(patterns=[r"^norm$"])
+    trainer = Trainer(nn.DataParallel(Net()), [hook], autocast=True, steps=1)
+    trainer.train()
+    hook.before_train()
+    assert [pin.name for pin in hook.pins] == ["norm"]
+    hook.after_train()
