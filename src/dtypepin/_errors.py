@@ -24,4 +24,4 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
         level += 1
-    warnings.warn(message, PinWarning, stacklevel=level - 1)
+    warnings.warn(message, PinWarning, stacklevel=level)
