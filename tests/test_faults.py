@@ -185,13 +185,16 @@ def test_a_none_output_in_an_except_block_is_no_error():
         def forward(self, x):
             return None
 
-    m = pinned(Nothing())
-    with pytest.raises(ValueError, match="outer") as error:
+    def fall_back():
         try:
             raise ValueError("outer")
         except ValueError:
             assert m(x()) is None
             raise
+
+    m = pinned(Nothing())
+    with pytest.raises(ValueError, match="outer") as error:
+        fall_back()
     assert not getattr(error.value, "__notes__", [])
 
 
