@@ -229,10 +229,7 @@ def _settle(tensor: Tensor, stored: Stored) -> None:
             rounded = cast(backup, value.dtype)
             untrained = (value == rounded) | (value.isnan() & rounded.isnan())
             new = torch.where(untrained, cast(backup, target), new)
-        elif (
-            tensor.dtype is stored.original
-            and torch.promote_types(tensor.dtype, target) is not target
-        ):
+        elif tensor.dtype is stored.original and not _survives(value, target):
             stored.backup = value  # its storage lives on here; the tensor gets a new one
         # ``.data`` keeps the Parameter object: optimizers, ties and hooks hold on to it.
         grad = tensor.grad if tensor.is_leaf else None
@@ -244,6 +241,12 @@ def _settle(tensor: Tensor, stored: Stored) -> None:
     stored.settled = target
     if target is stored.original:
         stored.backup = None
+
+
+def _survives(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast to this dtype and back gives the very bits; a nan's may change."""
+    wider = torch.promote_types(value.dtype, dtype) is dtype
+    return wider and (value.is_meta or not value.isnan().any())
 
 
 def _flatten(module: nn.Module) -> None:
