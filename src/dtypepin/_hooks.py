@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dtypepin import _cast, _params, _region
-from dtypepin._private import keep_out_of_dynamo_frames, renumber
+from dtypepin._private import forget_compiled, keep_out_of_dynamo_frames, renumber
 from dtypepin._region import Args, Kwargs, Rule
 
 
@@ -69,6 +70,11 @@ class Pin(Rule):
 _ids: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
+_numbers = itertools.count()
+#: The wrappers of a module that are still in use somewhere.
+_methods: WeakKeyDictionary[nn.Module, WeakSet[PinnedMethod]] = WeakKeyDictionary()
+
+
 class PinnedMethod:
     """Stands in a module's ``__dict__`` for a method other than forward.
 
@@ -82,6 +88,7 @@ class PinnedMethod:
         self.had = name in module.__dict__
         self.previous = module.__dict__.get(name)
         self.pins: list[Pin] = []
+        self.number = next(_numbers)
 
     @property
     def __wrapped__(self) -> Any:
@@ -152,32 +159,32 @@ def attach(module: nn.Module, pin: Pin) -> None:
     if pin.method == "forward":
         # Both kinds of hooks run in order of registration, so the second is put in front:
         # nested pins unwind from the inside. ``always_call``: also after an exception.
-        handles = (
-            module.register_forward_pre_hook(pin.before, with_kwargs=True),
-            module.register_forward_hook(
-                pin.after, with_kwargs=True, prepend=True, always_call=True
-            ),
+        before = module.register_forward_pre_hook(pin.before, with_kwargs=True)
+        pin.handles = (before,)  # already known where the next line fails
+        after = module.register_forward_hook(
+            pin.after, with_kwargs=True, prepend=True, always_call=True
         )
-        _keep_ids(module, handles)
-        pin.handles = handles
+        pin.handles = (before, after)
+        _keep_ids(module, before, after)
     else:
         wrapper = module.__dict__.get(pin.method)
         if not isinstance(wrapper, PinnedMethod):
             wrapper = PinnedMethod(module, pin.method)
+            _methods.setdefault(module, WeakSet()).add(wrapper)
             module.__dict__[pin.method] = wrapper
         wrapper.pins.append(pin)
     _choose(module, pin.method)
 
 
-def _keep_ids(module: nn.Module, handles: tuple[RemovableHandle, RemovableHandle]) -> None:
+def _keep_ids(module: nn.Module, before: RemovableHandle, after: RemovableHandle) -> None:
     """Use hook ids again that pins of this module had before: compiled code guards on them."""
     known = _ids.setdefault(module, [])
     for pair in known:
         if pair[0] not in module._forward_pre_hooks and pair[1] not in module._forward_hooks:
-            for handle, number in zip(handles, pair, strict=True):
-                renumber(handle, number)
+            renumber(before, pair[0])
+            renumber(after, pair[1])
             return
-    known.append((handles[0].id, handles[1].id))
+    known.append((before.id, after.id))
 
 
 def detach(module: nn.Module, pin: Pin) -> None:
@@ -185,7 +192,7 @@ def detach(module: nn.Module, pin: Pin) -> None:
     for handle in pin.handles:
         handle.remove()
     pin.handles = ()
-    for wrapper in list(_wrappers(module)):
+    for wrapper in _wrappers(module):
         wrapper.pins = [here for here in wrapper.pins if here is not pin]
         if not wrapper.pins:
             wrapper.restore()
@@ -205,14 +212,17 @@ def _choose(module: nn.Module, method: str) -> None:
     for pin in on(module):
         if pin.method == method:
             pin.active = pin is counts
+    forget_compiled()
 
 
-def _wrappers(module: nn.Module) -> Iterator[PinnedMethod]:
-    """Our wrappers on a module, also those that somebody has wrapped in ours or by hand."""
-    for value in list(module.__dict__.values()):
+def _wrappers(module: nn.Module) -> list[PinnedMethod]:
+    """Our wrappers on a module, oldest first, also those that somebody has patched over."""
+    found = set(_methods.get(module, ()))
+    for value in module.__dict__.values():
         while isinstance(value, PinnedMethod):
-            yield value
+            found.add(value)  # those of a copy are known from here only
             value = value.previous
+    return sorted(found, key=lambda wrapper: wrapper.number)
 
 
 def _passed_through(error: BaseException, owner: FrameType) -> bool:

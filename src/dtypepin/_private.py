@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+
+#: torch's own version, major and minor.
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def _unknown_autocast() -> bool:
@@ -61,6 +66,15 @@ def renumber(handle: RemovableHandle, number: int) -> None:
             if first and len(found) > 1:
                 found.move_to_end(number, last=False)  # it was registered with prepend=True
     handle.id = number
+
+
+def forget_compiled() -> None:
+    """Drop all compiled code where dynamo would not notice that a module's hooks changed.
+
+    Newer torch guards on the class of a module's ``_parameters``, which a pin changes.
+    """
+    if _TORCH < (2, 5) and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def keep_out_of_dynamo_frames(*modules: ModuleType) -> bool:
