@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from dtypepin._cast import FLOATS, cast
-from dtypepin._private import in_functorch
+from dtypepin._private import in_functorch, is_exporting
 from dtypepin._region import Frame, Rule, current, thread
 
 
@@ -27,7 +27,7 @@ class Stored:
     Attributes:
         original: the dtype it has without pins.
         settled: the dtype we last gave it; another one means that somebody cast it since.
-        backup: the tensor in its original dtype, kept only where storing it loses digits.
+        backup: the tensor before it was first stored in a dtype that loses digits, if it was.
         claims: who wants it stored in what; the last one counts.
     """
 
@@ -65,7 +65,15 @@ class ParameterView(dict[str, Any]):
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
         if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
             return value  # LazyLinear's own hook materialises it first
-        return cast(value, self.unpinned_dtype(name) if frame.dtype is None else frame.dtype)
+        new = cast(value, self.unpinned_dtype(name) if frame.dtype is None else frame.dtype)
+        if new is not value and not is_dynamo_compiling():
+            new.pinned_from = value  # type: ignore[attr-defined]
+        return new
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # ``functional_call`` in a pinned forward puts back what it read: the original goes back.
+        original = getattr(value, "pinned_from", None)
+        dict.__setitem__(self, name, value if original is None else original)
 
     def unpinned_dtype(self, name: str) -> torch.dtype:
         """The dtype that an entry has without pins."""
@@ -95,7 +103,16 @@ class BufferView(ParameterView):
 
     def __setitem__(self, name: str, value: Any) -> None:
         frames = thread.frames
-        if frames and isinstance(value, Tensor) and value.dtype in FLOATS:
+        original = getattr(value, "pinned_from", None)
+        if original is not None:
+            frame = current()
+            if frame is not None and frame.buffers is not None:
+                frame.buffers = [
+                    entry for entry in frame.buffers if entry[0] is not self or entry[1] != name
+                ]
+                frame.buffers.append((self, name, value))
+            value = original
+        elif frames and isinstance(value, Tensor) and value.dtype in FLOATS:
             old = dict.get(self, name)
             frame = frames[-1] if is_dynamo_compiling() else current()
             if frame is not None and old is not None and old.dtype in FLOATS:
@@ -110,7 +127,9 @@ class BufferView(ParameterView):
     def write_back(self, name: str, handed_out: Tensor) -> None:
         """Bring into the buffer what a region wrote to the cast it was given."""
         buffer = dict.get(self, name)
-        if buffer is None or buffer.shape != handed_out.shape:
+        if buffer is None:
+            return
+        if not torch.jit.is_tracing() and buffer.shape != handed_out.shape:
             return
         if not is_dynamo_compiling():
             # A fresh cast has version 0; an inference tensor has none and may have been written.
@@ -121,7 +140,9 @@ class BufferView(ParameterView):
             # Untouched elements keep their very bits: a cast to fewer digits must not round them.
             same = handed_out == cast(buffer, handed_out.dtype)
             # ``.data``: like batch_norm's own writing, it must not invalidate saved tensors.
-            buffer.data.copy_(torch.where(same, buffer, cast(handed_out, buffer.dtype)))
+            # Export does not see through ``.data``, and keeps no tensors for a backward.
+            target = buffer if is_exporting() and not is_dynamo_compiling() else buffer.data
+            target.copy_(torch.where(same, buffer, cast(handed_out, buffer.dtype)))
 
 
 def views(module: nn.Module) -> Iterator[ParameterView]:
@@ -229,7 +250,7 @@ def _settle(tensor: Tensor, stored: Stored) -> None:
             rounded = cast(backup, value.dtype)
             untrained = (value == rounded) | (value.isnan() & rounded.isnan())
             new = torch.where(untrained, cast(backup, target), new)
-        elif tensor.dtype is stored.original and not _survives(value, target):
+        elif not _survives(value, target):
             stored.backup = value  # its storage lives on here; the tensor gets a new one
         # ``.data`` keeps the Parameter object: optimizers, ties and hooks hold on to it.
         grad = tensor.grad if tensor.is_leaf else None
