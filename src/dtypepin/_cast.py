@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from dtypepin._errors import PinError
 
@@ -22,6 +23,9 @@ CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
     torch.float64: Tensor.double,
 }
+
+#: What marks a field proper of a dataclass, not a ClassVar.
+_FIELD = dataclasses._FIELD  # type: ignore[attr-defined]
 
 _NAMES: dict[str, torch.dtype] = {
     "float16": torch.float16,
@@ -82,43 +86,50 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value) if value.dtype in FLOATS else value
-    return _map(value, function, {}, [])
+    new = map_changed(value, function, {}, [])
+    return value if new is None else new
 
 
-def _map(
+def map_changed(
     value: Any,
     function: Callable[[Tensor], Tensor],
     done: dict[int, Tensor],
     above: list[Any],
 ) -> Any:
+    """What ``map_tensors`` returns, or None where nothing changed.
+
+    Dynamo cannot compare two containers by ``is``, so None has to tell.
+    """
     if isinstance(value, Tensor):
         if value.dtype not in FLOATS:
-            return value
+            return None
         if id(value) not in done:
             done[id(value)] = function(value)
-        return done[id(value)]
+        new = done[id(value)]
+        return None if new is value else new
     if isinstance(value, dict):
         items: dict[Any, Any] = value
     elif isinstance(value, (list, tuple)):
         items = dict(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not ``dataclasses.fields``: under dynamo its generator is an error with fullgraph=True.
         items = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if hasattr(value, field.name)
+            name: getattr(value, name)
+            for name, field in value.__dataclass_fields__.items()
+            if getattr(field, "_field_type", None) is _FIELD and hasattr(value, name)
         }
     else:
-        return value
-    if any(value is outer for outer in above):
-        return value  # a container that holds itself
+        return None
+    if not is_dynamo_compiling() and any(value is outer for outer in above):
+        return None  # a container that holds itself
     above.append(value)
     changed: dict[Any, Any] = {}
     for key, item in items.items():
-        new = _map(item, function, done, above)
-        if new is not item:
+        new = map_changed(item, function, done, above)
+        if new is not None:
             changed[key] = new
     above.pop()
-    return _rebuild(value, items, changed) if changed else value
+    return _rebuild(value, items, changed) if changed else None
 
 
 def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:

@@ -62,8 +62,7 @@ class Pin(Rule):
             error = sys.exc_info()[1]
             if error is not None and _passed_through(error, frame.owner):
                 add_note(error, self, args, kwargs)
-        new = _region.leave(frame, output)
-        return None if new is output else new
+        return _region.leave(frame, output)
 
 
 #: The ids that the two hooks of pins of a module have had, so far.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-
 #: torch's own version, major and minor.
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 

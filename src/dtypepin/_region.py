@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from dtypepin._cast import CASTS, FLOATS, cast, map_tensors, short
+from dtypepin._cast import CASTS, FLOATS, cast, map_changed, map_tensors, short
 from dtypepin._errors import PinError
 from dtypepin._private import any_autocast_enabled, is_exporting
 
@@ -309,9 +309,8 @@ def _cast_all(
             seen.append(tensor)
         return cast(tensor, dtype)
 
-    both = (args, kwargs)
-    new = map_tensors(both, cast_one)
-    return (seen[0] if seen else None), (None if new is both else new)
+    new = map_changed((args, kwargs), cast_one, {}, [])
+    return (seen[0] if seen else None), new
 
 
 def _parameter_dtype(module: torch.nn.Module) -> torch.dtype | None:

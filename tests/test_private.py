@@ -1,0 +1,203 @@
+"""Each private torch name in dtypepin/_private.py does what is assumed, and can be missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from dtypepin import _hooks, _private
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def test_any_autocast_enabled_is_torchs_own_and_right():
+    assert _private.any_autocast_enabled is torch._C._is_any_autocast_enabled
+    assert _private.any_autocast_enabled() is False
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _private.any_autocast_enabled() is True
+        with torch.autocast("cpu", enabled=False):
+            assert _private.any_autocast_enabled() is False
+    assert _private._unknown_autocast() is True  # the public question is asked then
+
+
+def test_in_functorch_knows_every_transform():
+    assert not _private.in_functorch()
+    seen = []
+
+    def function(x):
+        seen.append(_private.in_functorch())
+        return x.sum()
+
+    x = torch.ones(3)
+    torch.func.grad(function)(x)
+    torch.func.vmap(function)(torch.ones(2, 3))
+    torch.func.jvp(function, (x,), (x,))
+    assert seen == [True] * 3
+    assert not _private.in_functorch()
+
+
+def test_is_exporting_is_true_in_export_alone():
+    class Probe(nn.Module):
+        def forward(self, x):
+            return x + (1 if _private.is_exporting() else 2)
+
+    x = torch.zeros(1)
+    assert Probe()(x) == 2
+    assert torch.export.export(Probe(), (x,), strict=False).module()(x) == 1
+    assert torch.jit.trace(Probe(), x)(x) == 2
+    assert torch.compile(Probe(), backend="eager")(x) == 2
+    assert Probe()(x) == 2
+    known = getattr(torch.compiler, "is_exporting", _private._is_exporting)
+    assert _private.is_exporting is known
+
+
+def test_renumber_gives_a_hook_its_old_id_and_place():
+    module, order = nn.Identity(), []
+
+    def hook(name):
+        return lambda *_: order.append(name)
+
+    first = module.register_forward_hook(hook("first"), always_call=True)
+    old = first.id
+    first.remove()
+    module.register_forward_hook(hook("other"))
+    again = module.register_forward_hook(hook("again"), prepend=True, always_call=True)
+    new = again.id
+    _private.renumber(again, old)
+    assert again.id == old
+    assert next(iter(module._forward_hooks)) == old
+    assert new not in module._forward_hooks
+    assert list(module._forward_hooks_always_called) == [old]
+    module(torch.zeros(1))
+    assert order == ["again", "other"]
+    last = module.register_forward_hook(hook("last"))
+    kept = last.id
+    _private.renumber(last, old)  # taken
+    assert last.id == kept
+    again.remove()
+    assert old not in module._forward_hooks
+    assert not module._forward_hooks_always_called
+
+
+def test_dynamo_takes_the_marks():
+    assert _hooks.SAFE_ACROSS_GRAPH_BREAKS is True
+    marked = []
+    assert _private._marker() is not None
+
+    def collect():
+        return marked.append
+
+    original, _private._marker = _private._marker, collect
+    try:
+        assert _private.keep_out_of_dynamo_frames(_hooks)
+    finally:
+        _private._marker = original
+    names = {code.co_name for code in marked}
+    assert {"before", "after", "__call__", "attach", "_passed_through"} <= names
+    assert "__wrapped__" in names  # a property
+    assert "enter" not in names  # of another module
+
+
+@pytest.mark.parametrize(("version", "drops"), [((2, 4), True), ((2, 13), False)])
+def test_compiled_code_is_dropped_only_where_dynamo_would_not_notice(monkeypatch, version, drops):
+    torch.compile(nn.Identity(), backend="eager")  # loads dynamo
+    assert _private._TORCH == TORCH
+    monkeypatch.setattr(_private, "_TORCH", version)
+    dropped = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(True))
+    _private.forget_compiled()
+    assert dropped == [True] * drops
+    monkeypatch.delitem(sys.modules, "torch._dynamo")  # never loaded: nothing was compiled
+    _private.forget_compiled()
+    assert dropped == [True] * drops
+
+
+# Deletes one private name before dtypepin is imported, then computes what a pin must give.
+WITHOUT = """
+import sys, torch
+from torch import nn
+{remove}
+import dtypepin
+from dtypepin import _private, _hooks
+{restore}
+assert {fallback}
+torch.manual_seed(0)
+for autocast in (False, True):
+    for override in (False, True):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LayerNorm(8)).bfloat16()
+        x = torch.randn(4, 8).bfloat16()
+        seen = []
+        model[1].register_forward_hook(lambda m, a, o: seen.append((a[0].dtype, o.dtype)))
+        keys = [(k, v.dtype) for k, v in model.state_dict().items()]
+        for _ in range(2):
+            with dtypepin.pin_dtype(model, ["^1$", "^2$"], override_parameters=override):
+                stats = model[1].running_mean.clone()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    out = model(x)
+                    assert torch.is_autocast_enabled("cpu") is autocast
+                assert out.dtype is torch.bfloat16
+                assert not torch.equal(stats, model[1].running_mean)
+                out.sum().backward()
+        assert seen and set(seen) == {{(torch.float32, torch.bfloat16)}}, seen
+        assert [(k, v.dtype) for k, v in model.state_dict().items()] == keys
+        assert not any(m._forward_hooks and m is not model[1] for m in model.modules())
+        model.eval()
+        dtypepin.apply(model, "^1$")
+        same = torch.func.vmap(model)(x.expand(2, 4, 8))
+        assert torch.allclose(same[0].float(), model(x).float(), atol=0.02)
+print("right")
+"""
+
+# Torch itself needs most of these names, so they come back once dtypepin is imported.
+MISSING = {
+    "any_autocast": (
+        "had = torch._C._is_any_autocast_enabled; del torch._C._is_any_autocast_enabled",
+        "torch._C._is_any_autocast_enabled = had",
+        "_private.any_autocast_enabled is _private._unknown_autocast",
+    ),
+    "is_exporting": (
+        "had = vars(torch.compiler).pop('is_exporting', None)",
+        "vars(torch.compiler).update(is_exporting=had) if had else None",
+        "_private.is_exporting is _private._is_exporting",
+    ),
+    "functorch": (
+        "import types; fake = types.SimpleNamespace(_C=None, compiler=torch.compiler)",
+        "_private.torch = fake",
+        "_private.in_functorch() is False",
+    ),
+    "eval_frame": (
+        "had = sys.modules['torch._C._dynamo']; sys.modules['torch._C._dynamo'] = None",
+        "sys.modules['torch._C._dynamo'] = had",
+        "_hooks.SAFE_ACROSS_GRAPH_BREAKS is False",
+    ),
+    "strategies": (
+        "from torch._C._dynamo import eval_frame; had = dict(vars(eval_frame)); "
+        "[vars(eval_frame).pop(n, None) for n in ('set_code_exec_strategy', 'skip_code')]",
+        "vars(eval_frame).update(had)",
+        "_hooks.SAFE_ACROSS_GRAPH_BREAKS is False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_eager_pins_are_right_without(name):
+    remove, restore, fallback = MISSING[name]
+    code = WITHOUT.format(remove=remove, restore=restore, fallback=fallback)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "right"
+
+
+def test_renumber_without_the_old_dicts_leaves_the_hook_as_it_is():
+    module = nn.Identity()
+    handle = module.register_forward_hook(lambda *_: None)
+    kept = handle.id
+    handle.hooks_dict_ref = lambda: None
+    _private.renumber(handle, kept + 1000)
+    assert handle.id == kept
