@@ -203,6 +203,22 @@ def test_keep_leaves_the_pins_dtype(output, expected):  # O3
     )
 
 
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_other_peoples_hooks_see_what_goes_out(first):
+    linear, seen = nn.Linear(4, 4).bfloat16(), []
+
+    def theirs():
+        linear.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+
+    def ours():
+        pinned(linear)
+
+    for register in (theirs, ours) if first == "theirs" else (ours, theirs):
+        register()
+    linear(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert seen == [torch.bfloat16]
+
+
 def test_a_module_that_computes_in_float32_itself_gives_back_what_came_in():  # O4
     rms = Spy(lambda x: x.double() * 2)
     assert pinned(rms)(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.bfloat16

@@ -1,0 +1,75 @@
+"""Many threads on one pinned model: every result right. F5 of the cases."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import dtypepin
+
+DTYPES = [torch.half, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("override", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_eight_threads_with_mixed_dtypes(override, grad):
+    m = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8).eval()).bfloat16()
+    other = nn.LayerNorm(8).bfloat16()
+    dtypepin.apply(m, "^$" if not override else r"^\d$", override_parameters=override)
+    inputs = {dtype: torch.randn(4, 8).to(dtype) for dtype in DTYPES}
+    expected = {dtype: m(x).detach() for dtype, x in inputs.items()}
+    assert {dtype: y.dtype for dtype, y in expected.items()} == {dtype: dtype for dtype in DTYPES}
+    weight, done = m[0].weight, threading.Event()
+
+    def call(number):
+        wrong = 0
+        for i in range(500):
+            dtype = DTYPES[(number + i) % 4]
+            with (
+                torch.set_grad_enabled(grad),
+                torch.autocast("cpu", torch.bfloat16, enabled=bool(i % 3)),
+            ):
+                out = m(inputs[dtype])
+                wrong += torch.is_autocast_enabled("cpu") is not bool(i % 3)
+            wrong += out.dtype is not dtype or not torch.equal(out, expected[dtype])
+            if grad:
+                (gradient,) = torch.autograd.grad(out.sum(), weight)
+                wrong += gradient.dtype is not weight.dtype
+        return wrong
+
+    def toggle():
+        wrong = 0
+        while not done.is_set():
+            with dtypepin.apply(other, "^$", override_parameters=override):
+                wrong += other(inputs[torch.bfloat16]).dtype is not torch.bfloat16
+            wrong += bool(other._forward_hooks) or other.weight.dtype is not torch.bfloat16
+        return wrong
+
+    with ThreadPoolExecutor(9) as pool:
+        toggling = pool.submit(toggle)
+        wrong = list(pool.map(call, range(8)))
+        done.set()
+        assert wrong == [0] * 8
+        assert toggling.result() == 0
+    assert m[0].weight is weight
+
+
+def test_each_thread_keeps_its_own_autocast():  # F5
+    m, seen = nn.Linear(4, 4), {}
+    dtypepin.apply(m, "^$")
+    ready = threading.Barrier(2)
+
+    def work(name, on):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            for _ in range(50):
+                ready.wait()
+                m(torch.ones(1, 4))
+                seen.setdefault(name, set()).add(torch.is_autocast_enabled("cpu"))
+
+    threads = [threading.Thread(target=work, args=("off", False))]
+    threads[0].start()
+    work("on", True)
+    threads[0].join()
+    assert seen == {"on": {True}, "off": {False}}
