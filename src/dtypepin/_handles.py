@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Self
 
-from dtypepin import _hooks, _params, _region
+from dtypepin import _hooks, _params, _refuse, _region
 from dtypepin._cast import short
 from dtypepin._errors import PinError, warn
 from dtypepin._hooks import Pin
@@ -116,16 +116,17 @@ class PinHandle:
 
         Where the same pin was applied twice, it stands until both handles are removed.
         """
-        if self._removed:
-            return
-        self._removed = True
+        _refuse.warn_if_owned(self._remove())
+
+    def _remove(self) -> list[Tensor]:
         module, pin = self._module(), self._pin
-        if module is None or not _stands(module, pin):
-            return
+        removed, self._removed = self._removed, True
+        if removed or module is None or not _stands(module, pin):
+            return []
         pin.holders -= 1
-        if pin.holders <= 0:
-            parents = [p for p in (ref() for ref in self._parents) if p is not None]
-            remove(module, pin, parents)
+        if pin.holders > 0:
+            return []
+        return remove(module, pin, [p for p in (ref() for ref in self._parents) if p is not None])
 
     def row(self) -> Row:
         """This pin as a line of the table."""
@@ -190,13 +191,20 @@ class PinHandles(Sequence[PinHandle]):
 
         Raises:
             PinError: some could not be removed; all others were.
+
+        Warns:
+            PinWarning: stored parameters were wrapped with DDP or sharded meanwhile. Under DDP
+                they get their old dtype back, but its gradient buckets are laid out in the pin's;
+                sharded ones stay in the pin's dtype.
         """
         errors: list[str] = []
+        changed: list[Tensor] = []
         for handle in reversed(self._handles):
             try:
-                handle.remove()
+                changed += handle._remove()
             except Exception as error:  # one that fails must not keep the others on
                 errors.append(f"{handle.name!r}: {type(error).__name__}: {error}")
+        _refuse.warn_if_owned(changed)
         if errors:
             raise PinError("could not be removed: " + "; ".join(errors))
 
@@ -259,15 +267,16 @@ class PinHandles(Sequence[PinHandle]):
         return f"PinHandles([{', '.join(map(repr, self._handles))}])"
 
 
-def remove(module: nn.Module, pin: Pin, parents: Sequence[nn.Module] = ()) -> None:
-    """Take one pin off a module, exactly."""
+def remove(module: nn.Module, pin: Pin, parents: Sequence[nn.Module] = ()) -> list[Tensor]:
+    """Take one pin off a module, exactly; the tensors that got another dtype come back."""
     try:
         _hooks.detach(module, pin)
     finally:
         try:
-            _params.release(module, pin)
+            changed = _params.release(module, pin)
         finally:
             _params.uncover([*module.modules(), *parents], pin)
+    return changed
 
 
 def _stands(module: nn.Module, pin: Pin) -> bool:

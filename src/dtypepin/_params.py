@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtypepin._cast import FLOATS, cast
 from dtypepin._private import in_functorch, is_exporting
@@ -207,17 +208,23 @@ def store(module: nn.Module, rule: Rule, known: dict[int, Stored]) -> None:
     _flatten(module)
 
 
-def release(module: nn.Module, rule: Rule) -> None:
-    """Take one pin's claims back; the claim before it counts again, or the original dtype."""
+def release(module: nn.Module, rule: Rule) -> list[Tensor]:
+    """Take one pin's claims back; the claim before it counts again, or the original dtype.
+
+    Returns:
+        The tensors that got another dtype, or should have and are sharded meanwhile.
+    """
+    changed: list[Tensor] = []
     for view in views(module):
         for name, stored in list(view.stored.items()):
             stored.claims = [claim for claim in stored.claims if claim[0] is not rule]
             value = dict.get(view, name)
-            if value is not None:
-                _settle(value, stored)
+            if value is not None and _settle(value, stored):
+                changed.append(value)
             if not stored.claims:
                 del view.stored[name]
     _flatten(module)
+    return changed
 
 
 def drifted(module: nn.Module) -> Iterator[tuple[str, Tensor, Stored]]:
@@ -236,11 +243,13 @@ def repair(value: Tensor, stored: Stored) -> None:
     _settle(value, stored)
 
 
-def _settle(tensor: Tensor, stored: Stored) -> None:
-    """Give a tensor the dtype that its last claim wants, in place."""
+def _settle(tensor: Tensor, stored: Stored) -> bool:
+    """Give a tensor the dtype that its last claim wants, in place; False if it had it."""
     target = stored.claims[-1][1] if stored.claims else stored.original
     if tensor.dtype is target or tensor.dtype is not stored.settled:
-        return  # nothing to do, or cast by somebody since: theirs stays until ``check``
+        return False  # nothing to do, or cast by somebody since: theirs stays until ``check``
+    if is_subclass(tensor):
+        return True  # sharded since it was pinned: its owner needs it as it is
     with torch.no_grad():
         value = tensor.detach()
         new = cast(value, target)
@@ -262,6 +271,12 @@ def _settle(tensor: Tensor, stored: Stored) -> None:
     stored.settled = target
     if target is stored.original:
         stored.backup = None
+    return True
+
+
+def is_subclass(value: object) -> bool:
+    """Whether a tensor is a wrapper around others, such as a DTensor."""
+    return is_traceable_wrapper_subclass(value)  # for mypy, its TypeGuard excludes every Tensor
 
 
 def _survives(value: Tensor, dtype: torch.dtype) -> bool:

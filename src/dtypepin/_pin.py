@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtypepin import _handles, _hooks, _params, _refuse, _region
 from dtypepin._cast import resolve_dtype
@@ -397,12 +397,16 @@ def unpin(model: nn.Module) -> int:
 
     Returns:
         How many pins were taken off.
+
+    Warns:
+        PinWarning: as :meth:`PinHandles.remove` does.
     """
     modules = list(model.modules())
     removed = 0
+    changed: list[Tensor] = []
     for module in modules:
         for pin in reversed(list(_hooks.on(module))):
-            _handles.remove(module, pin)
+            changed += _handles.remove(module, pin)
             removed += 1
         for value in list(module.__dict__.values()):
             if isinstance(value, PinnedMethod):
@@ -411,4 +415,5 @@ def unpin(model: nn.Module) -> int:
         for view in list(_params.views(module)):  # children that have left a pinned parent
             for rule in list(view.rules):
                 _params.uncover([module], rule)
+    _refuse.warn_if_owned(changed)
     return removed

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtypepin._cast import short
-from dtypepin._errors import PinError
-from dtypepin._params import own_floats
+from dtypepin._errors import PinError, warn
+from dtypepin._params import is_subclass, own_floats
 from dtypepin._select import Named, named
 
 
@@ -140,7 +140,7 @@ def _check_storing(
                     "dtype too; leave override_parameters off (the tie is kept, the parameter is "
                     "cast for the call), or select both modules"
                 )
-    _check_ddp(model, to_store)
+    _check_ddp(to_store)
     fsdp = [m for m in model.modules() if any(k.__name__ == "FSDPModule" for k in type(m).__mro__)]
     for module in fsdp:
         for value in module.parameters():
@@ -152,43 +152,57 @@ def _check_storing(
                 )
 
 
-def _check_ddp(model: nn.Module, to_store: dict[int, tuple[str, str]]) -> None:
+def _check_ddp(to_store: dict[int, tuple[str, str]]) -> None:
     """A parameter's dtype is laid down in DDP's gradient buckets when the model is wrapped."""
+    for value in _in_ddp():
+        if id(value) in to_store:
+            raise PinError(
+                f"override_parameters=True: {_dotted(*to_store[id(value)])} is already owned by "
+                "DistributedDataParallel, whose gradient buckets are laid out in its present "
+                "dtype; pin before wrapping the model, or leave override_parameters off (the "
+                "parameter is cast for the call)"
+            )
+
+
+def warn_if_owned(changed: list[Tensor]) -> None:
+    """Say what undo means for tensors that DDP or FSDP2 took over while they were stored."""
+    if any(is_subclass(value) for value in changed):
+        warn(
+            "parameters that were sharded while they were stored in the pin's dtype stay in it: "
+            "fully_shard needs them as they are. Remove the pins before sharding, or shard anew"
+        )
+    ids = {id(value) for value in changed}
+    if ids and any(id(value) in ids for value in _in_ddp()):
+        warn(
+            "parameters got their old dtype back while DistributedDataParallel owns them, whose "
+            "gradient buckets are laid out in the pin's dtype; wrap the model anew before it is "
+            "trained further"
+        )
+
+
+def _in_ddp() -> Iterator[Tensor]:
+    """All parameters that DDP reduces gradients of, in any model of this process."""
     ddp = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
-    if (
-        ddp is None
-        or not torch.distributed.is_available()
-        or not torch.distributed.is_initialized()
-    ):
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ddp is None or not distributed:
         return
     # A trainer may hand out ``ddp.module``, from where the wrapper cannot be seen. Not isinstance:
     # it asks objects for their ``__class__``, and a dead weak proxy raises.
     for wrapper in [item for item in gc.get_objects() if issubclass(type(item), ddp)]:
-        for value in wrapper.parameters():
-            if id(value) in to_store and value.requires_grad:
-                raise PinError(
-                    f"override_parameters=True: {_dotted(*to_store[id(value)])} is already owned "
-                    "by DistributedDataParallel, whose gradient buckets are laid out in its "
-                    "present dtype; pin before wrapping the model, or leave override_parameters "
-                    "off (the parameter is cast for the call)"
-                )
+        yield from (value for value in wrapper.parameters() if value.requires_grad)
 
 
 def _owner(value: Tensor) -> str | None:
     if type(value).__name__ == "DTensor" or type(value.data).__name__ == "DTensor":
         return "is a DTensor, already sharded"
-    if _is_subclass(value):
+    if is_subclass(value):
         return f"is a {type(value).__name__}, whose dtype cannot be changed in place"
     return None
 
 
-def _is_subclass(value: object) -> bool:
-    return is_traceable_wrapper_subclass(value)  # for mypy, its TypeGuard excludes every Tensor
-
-
 def _storage(value: Tensor) -> int | None:
     """The address of a tensor's memory; None where it has none of its own."""
-    if is_lazy(value) or value.device.type == "meta" or _is_subclass(value):
+    if is_lazy(value) or value.device.type == "meta" or is_subclass(value):
         return None
     return value.untyped_storage().data_ptr() or None
 
