@@ -130,8 +130,6 @@ class BufferView(ParameterView):
         buffer = dict.get(self, name)
         if buffer is None:
             return
-        if not torch.jit.is_tracing() and buffer.shape != handed_out.shape:
-            return
         if not is_dynamo_compiling():
             # A fresh cast has version 0; an inference tensor has none and may have been written.
             written = handed_out.is_inference() or handed_out._version > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,11 @@ class Selection(Sequence[Row]):
         """All dotted names of the selected modules, aliases of shared ones included."""
         return list(dict.fromkeys(n for row in self._rows for n in (row.name, *row.aliases)))
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         return self._rows[index]
 
     def __len__(self) -> int:
