@@ -65,11 +65,6 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is dtype else CASTS[dtype](tensor)
 
 
-def is_castable(value: object) -> bool:
-    """Whether a value is a tensor of 16, 32 or 64-bit floats."""
-    return isinstance(value, Tensor) and value.dtype in FLOATS
-
-
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to every castable tensor in a nested value.
 

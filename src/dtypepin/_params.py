@@ -104,25 +104,22 @@ class BufferView(ParameterView):
 
     def __setitem__(self, name: str, value: Any) -> None:
         frames = thread.frames
-        original = getattr(value, "pinned_from", None)
-        if original is not None:
-            frame = current()
-            if frame is not None and frame.buffers is not None:
-                frame.buffers = [
-                    entry for entry in frame.buffers if entry[0] is not self or entry[1] != name
-                ]
-                frame.buffers.append((self, name, value))
-            value = original
-        elif frames and isinstance(value, Tensor) and value.dtype in FLOATS:
-            old = dict.get(self, name)
+        frame = None
+        if frames:
             frame = frames[-1] if is_dynamo_compiling() else current()
-            if frame is not None and old is not None and old.dtype in FLOATS:
-                # ``self.running = new`` inside a region: the buffer keeps its own dtype.
-                if frame.buffers is not None:
-                    frame.buffers = [
-                        entry for entry in frame.buffers if entry[0] is not self or entry[1] != name
-                    ]
-                value = cast(value, old.dtype)
+        original = getattr(value, "pinned_from", None)
+        if frame is not None and frame.buffers is not None:
+            frame.buffers = [
+                entry for entry in frame.buffers if entry[0] is not self or entry[1] != name
+            ]
+            if original is not None:
+                frame.buffers.append((self, name, value))
+        if original is not None:
+            value = original
+        elif frame is not None and isinstance(value, Tensor) and value.dtype in FLOATS:
+            old = dict.get(self, name)
+            if old is not None and old.dtype in FLOATS:
+                value = cast(value, old.dtype)  # ``self.mean = new``: it keeps its own dtype
         dict.__setitem__(self, name, value)
 
     def write_back(self, name: str, handed_out: Tensor) -> None:

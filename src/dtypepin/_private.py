@@ -43,12 +43,6 @@ def in_functorch() -> bool:
     return peek is not None and peek() is not None
 
 
-def in_backward() -> bool:
-    """Whether autograd is running backward in this thread, so that a call is a recomputation."""
-    task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
-
-
 def renumber(handle: RemovableHandle, number: int) -> None:
     """Give a hook just registered the id that it had before, if that id is free.
 
