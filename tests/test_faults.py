@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dtypepin
-from dtypepin import _region
+from dtypepin import _private, _refuse, _region
 from helpers import Seen
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -233,17 +233,40 @@ def test_nested_pins_add_one_note_of_the_innermost():
     assert "module '0'" in note
 
 
+@pytest.fixture
+def no_fast_path():
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
 @pytest.mark.parametrize("pattern", ["norm1", "linear1", "self_attn"])
-def test_the_fast_path_of_a_transformer_layer_does_not_go_past_a_pin(pattern):  # N2
+def test_the_fast_path_of_a_transformer_layer_does_not_go_past_a_pin(pattern, request):  # N2
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     inputs = torch.randn(2, 3, 8)
     expected = layer(inputs)
-    pins = dtypepin.apply(layer, f"^{pattern}$", dtype="float64")
+    if _private.FAST_PATH_SEES_HOOKS:
+        pins = dtypepin.apply(layer, f"^{pattern}$", dtype="float64")
+    else:  # old torch: said at once, with the way out
+        with pytest.warns(dtypepin.PinWarning, match="set_fastpath_enabled"):
+            pins = dtypepin.apply(layer, f"^{pattern}$", dtype="float64")
+        request.getfixturevalue("no_fast_path")
     layer.eval()
     with torch.no_grad():
         out = layer(inputs)
     assert pins[0].ran
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_where_the_fast_path_goes_past_a_pin_it_is_said(monkeypatch):  # N2
+    monkeypatch.setattr(_refuse, "FAST_PATH_SEES_HOOKS", False)
+    layers = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    )
+    with pytest.warns(dtypepin.PinWarning, match=r"'layers\.1': layers\.1\.norm1\. On torch"):
+        dtypepin.apply(layers, r"1\.norm1")
+    dtypepin.apply(layers, r"^layers\.0$")  # the whole layer is fine
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

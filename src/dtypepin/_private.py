@@ -43,6 +43,17 @@ def in_functorch() -> bool:
     return peek is not None and peek() is not None
 
 
+def _names(code: CodeType) -> set[object]:
+    """All names and constants in a function's code, nested functions included."""
+    found = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+    return found.union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+#: Whether ``nn.TransformerEncoderLayer`` gives up its fast path, which calls no child, where a
+#: child has hooks. torch 2.4 does not.
+FAST_PATH_SEES_HOOKS = "_forward_hooks" in _names(torch.nn.TransformerEncoderLayer.forward.__code__)
+
+
 def renumber(handle: RemovableHandle, number: int) -> None:
     """Give a hook just registered the id that it had before, if that id is free.
 

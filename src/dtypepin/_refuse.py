@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from dtypepin._cast import short
 from dtypepin._errors import PinError, warn
 from dtypepin._params import is_subclass, own_floats
+from dtypepin._private import FAST_PATH_SEES_HOOKS
 from dtypepin._select import Named, named
 
 
@@ -53,6 +54,25 @@ def check(model: nn.Module, chosen: list[Named], dtype: torch.dtype, override: b
                 raise PinError(f"{what} ({type(part).__name__}) {reason}")
     if override:
         _check_storing(model, chosen, everything, dtype)
+    if not FAST_PATH_SEES_HOOKS:
+        _warn_of_fast_path(everything, ids)
+
+
+def _warn_of_fast_path(everything: list[Named], chosen: set[int]) -> None:
+    """Old torch runs nn.TransformerEncoderLayer in one fused op, in eval and without gradients."""
+    for layer in everything:
+        if isinstance(layer.module, nn.TransformerEncoderLayer) and id(layer.module) not in chosen:
+            inside = [part for part in everything if id(part.module) in chosen]
+            below = {id(part) for part in layer.module.modules()}
+            names = [part.names[0] for part in inside if id(part.module) in below]
+            if names:
+                warn(
+                    f"pinned inside the nn.TransformerEncoderLayer {layer.names[0]!r}: "
+                    f"{', '.join(names)}. On torch {torch.__version__} its fast path, in eval and "
+                    "without gradients, calls none of them; switch it off with "
+                    "torch.backends.mha.set_fastpath_enabled(False), or pin the whole layer"
+                )
+                return
 
 
 def _reason(
