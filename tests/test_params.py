@@ -332,9 +332,17 @@ def test_parametrized_modules_work(norm, train):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
-def test_the_deprecated_norms_are_stored_or_refused(norm):
-    m = nn.Sequential(getattr(nn.utils, norm)(nn.Linear(4, 4))).bfloat16()
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda linear: nn.utils.weight_norm(linear),
+        lambda linear: nn.utils.spectral_norm(linear),
+        lambda linear: nn.utils.prune.l1_unstructured(linear, "weight", 0.5),
+    ],
+    ids=["weight_norm", "spectral_norm", "pruning"],
+)
+def test_weights_computed_in_a_hook_are_stored_or_refused(make):
+    m = nn.Sequential(make(nn.Linear(4, 4))).bfloat16()
     with pytest.raises(PinError, match=r"torch\.nn\.utils\.parametrizations"):
         dtypepin.apply(m, "0")
     with dtypepin.apply(m, "0", override_parameters=True, output="keep"):

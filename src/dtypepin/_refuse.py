@@ -111,11 +111,11 @@ def _reason(
             f"keeps its own list of its weights, which cannot be cast to {short(dtype)} for the "
             "call; pin that module itself with override_parameters=True"
         )
-    if _has_old_weight_norm(part):
+    if _computes_weight_in_a_hook(part):
         return (
             f"computes its weight in a hook outside the pinned region, not in {short(dtype)}; "
-            "use torch.nn.utils.parametrizations, or pin that module itself with "
-            "override_parameters=True"
+            "use torch.nn.utils.parametrizations, make pruning permanent, or pin that module "
+            "itself with override_parameters=True"
         )
     if replicated:
         return (
@@ -227,12 +227,12 @@ def _storage(value: Tensor) -> int | None:
     return value.untyped_storage().data_ptr() or None
 
 
-def _has_old_weight_norm(module: nn.Module) -> bool:
-    """Whether torch.nn.utils.weight_norm or spectral_norm, the deprecated ones, stand on it."""
+def _computes_weight_in_a_hook(module: nn.Module) -> bool:
+    """Whether weight_norm or spectral_norm, the deprecated ones, or pruning stand on a module."""
     return any(
-        type(hook).__name__ in ("WeightNorm", "SpectralNorm")
-        and type(hook).__module__.startswith("torch.nn.utils")
+        kind.__module__.startswith("torch.nn.utils.")
         for hook in module._forward_pre_hooks.values()
+        for kind in type(hook).__mro__
     )
 
 
