@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import dtypepin
 from dtypepin import PinError, PinWarning
@@ -337,7 +338,7 @@ def test_parametrized_modules_work(norm, train):
     [
         lambda linear: nn.utils.weight_norm(linear),
         lambda linear: nn.utils.spectral_norm(linear),
-        lambda linear: nn.utils.prune.l1_unstructured(linear, "weight", 0.5),
+        lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
     ],
     ids=["weight_norm", "spectral_norm", "pruning"],
 )
