@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from dtypepin import PinHandles, __main__
+
 
 def run(*args):
     return subprocess.run(
@@ -24,6 +26,13 @@ def test_the_demonstration_pins_measures_and_undoes():
     before, after = map(float, error.split()[-2:])
     assert after < before
     assert "The undo was exact" in done.stdout
+
+
+def test_an_undo_that_is_not_exact_gives_1(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dtypepin"])
+    monkeypatch.setattr(PinHandles, "remove", lambda self: None)
+    assert __main__.main() == 1
+    assert "The undo was NOT exact" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("args", [["--wrong"], ["extra"]])

@@ -19,7 +19,9 @@ SENTENCES = [
     "Rain fell on the harbour all night, and by morning the boats were full of water.",
     "Please reset my password; the link in your last message has expired.",
     "Mixed precision training halves the memory of activations.",
+    "She read the letter twice before she put it into the fire.",
     "What is the capital of Australia?",
+    "The committee postponed its decision until the budget had been approved.",
 ]
 
 
@@ -117,16 +119,17 @@ def test_pinning_layer_norm_under_cpu_autocast_changes_nothing(loaded):
     assert error(plain, embed(model, tokens)) > 1e-3  # and bf16 does cost something
 
 
-def test_restoring_can_cost_digits_that_keeping_does_not(loaded):
+@pytest.mark.parametrize("kind", ["^BertOutput$", "^BertSelfOutput$"])
+def test_restoring_can_cost_digits_that_keeping_does_not(loaded, kind):
     model, _, tokens = loaded
     reference = embed(model, tokens)
     plain = error(embed(model, tokens, autocast=True), reference)
     errors = {}
     for output in ("restore", "keep"):
-        pin = dtypepin.pin_dtype(model, class_patterns="^BertOutput$", inputs="all", output=output)
+        pin = dtypepin.pin_dtype(model, class_patterns=kind, inputs="all", output=output)
         with pin:
             errors[output] = error(embed(model, tokens, autocast=True), reference)
-    # BertOutput ends in a LayerNorm, which gives float32 out; restoring rounds it to bf16.
+    # Both end in a LayerNorm, which gives float32 out; restoring rounds it to bf16.
     assert errors["keep"] < plain < errors["restore"]
 
 

@@ -1,10 +1,13 @@
 """DtypeOverrider in a small real training loop of the detectron2 and Pointcept style."""
 
 import logging
+import re
+import weakref
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -74,6 +77,7 @@ class Trainer:
     def train(self):
         try:
             self.call("before_train")
+            self.call("before_epoch")
             optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
             for step in range(self.steps):
                 self.call("before_step")
@@ -85,6 +89,7 @@ class Trainer:
                 loss.backward()
                 optimizer.step()
                 self.call("after_step")
+            self.call("after_epoch")
         finally:
             self.call("after_train")
 
@@ -148,6 +153,19 @@ def test_drift_is_repaired_and_warned_about_at_the_interval():
     assert model.norm.weight.dtype is torch.bfloat16
 
 
+def test_an_interval_of_0_never_checks():
+    hook = DtypeOverrider(class_patterns=["Norm"], override_parameters=True, check_interval=0)
+    model = Net().bfloat16()
+    trainer = Trainer(model, [hook], autocast=False)
+    hook.before_train()
+    trainer.model.bfloat16()
+    for _ in range(20):
+        hook.after_step()
+    assert model.norm.weight.dtype is torch.bfloat16
+    model(torch.randn(2, 8, 8, dtype=torch.bfloat16))
+    hook.after_train()
+
+
 def test_an_exception_in_the_loop_takes_the_pins_off():
     class Stop(DtypeOverrider):
         def after_step(self):
@@ -176,6 +194,40 @@ def test_verbose_logs_each_method_and_parameter_and_a_summary(caplog):
     ]
 
 
+class Coder(nn.Module):
+    """Has a method that its sibling below has not, and parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def encode(self, x):
+        return x * self.scale
+
+
+def test_verbose_logs_parameters_whichever_methods_the_module_has(caplog):
+    model = nn.Sequential(Coder(), nn.LayerNorm(4, bias=False)).bfloat16()
+    hook = DtypeOverrider(
+        patterns=["0", "1"],
+        methods_to_override=["encode", "forward"],
+        override_parameters=True,
+        verbose=True,
+    )
+    trainer = Trainer(model, [hook], autocast=False)
+    trainer.logger = None  # then it is the package's own logger
+    with caplog.at_level(logging.INFO, "dtypepin"):
+        hook.before_train()
+    hook.after_train()
+    assert [record.message for record in caplog.records] == [
+        "pinned 0.encode (Coder) to float32",
+        "stored 0.scale in float32",
+        "pinned 0.forward (Coder) to float32",
+        "pinned 1.forward (LayerNorm) to float32",
+        "stored 1.weight in float32",
+        "3 methods pinned to float32, 2 parameters stored in it",
+    ]
+
+
 def test_dead_patterns_warn_and_no_match_is_an_error():
     trainer = Trainer(Net(), [], autocast=True)
     hook = DtypeOverrider(patterns=["norm", "nrom"])
@@ -190,14 +242,44 @@ def test_dead_patterns_warn_and_no_match_is_an_error():
     hook.after_train()  # nothing to take off
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "int8"}, {"check_interval": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dtype": "int8"},
+        {"check_interval": -1},
+        {"check_interval": None},
+        {"check_interval": True},
+        {"patterns": "("},
+        {"patterns": None},
+        {"class_patterns": [3]},
+        {"methods_to_override": []},
+        {"methods_to_override": [3]},
+        {"methods_to_override": 3},
+        {"override_parameters": 1},
+    ],
+    ids=str,
+)
 def test_wrong_arguments_are_refused_at_once(wrong):
     with pytest.raises(PinError, match=next(iter(wrong))):
-        DtypeOverrider(patterns=["norm"], **wrong)
+        DtypeOverrider(**{"patterns": ["norm"], **wrong})
+
+
+def test_without_a_trainer_it_says_so():
+    with pytest.raises(PinError, match="trainer: got None"):
+        DtypeOverrider(patterns=["norm"]).before_train()
+
+
+def test_repr_shows_every_argument():
+    hook = DtypeOverrider("a", re.compile("B"), "bf16", "encode", True, True, 3)
+    assert repr(hook) == (
+        "DtypeOverrider(patterns=['a'], class_patterns=['B'], dtype='bfloat16', "
+        "methods_to_override=['encode'], override_parameters=True, verbose=True, check_interval=3)"
+    )
 
 
 def test_a_second_training_pins_once_and_anew():
-    hook = DtypeOverrider(patterns=[r"^norm$"])
+    # An iterator of patterns must not be used up by the first training.
+    hook = DtypeOverrider(patterns=iter([r"^norm$"]), methods_to_override=iter(["forward"]))
     trainer = Trainer(Net(), [hook], autocast=True, steps=1)
     hook.before_train()
     hook.before_train()
@@ -225,10 +307,22 @@ def test_a_pin_that_was_never_called_is_named():
         hook.after_train()
 
 
-def test_data_parallel_is_seen_through():
-    hook = DtypeOverrider(patterns=[r"^norm$"])
-    trainer = Trainer(nn.DataParallel(Net()), [hook], autocast=True, steps=1)
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_wrappers_are_seen_through(one_process, wrap):
+    hook = DtypeOverrider(patterns=[r"^norm$", r"^head$"])
+    net = Net()
+    trainer = Trainer(wrap(net), [], autocast=True, steps=2)
+    trainer.hooks, hook.trainer = [hook], weakref.proxy(trainer)  # as detectron2 sets it
     trainer.train()
+    assert [out for _, _, out in net.head.seen] == [torch.float32] * 2
     hook.before_train()
-    assert [pin.name for pin in hook.pins] == ["norm"]
+    assert [pin.name for pin in hook.pins] == ["norm", "head"]
     hook.after_train()
+    assert not net.norm._forward_hooks

@@ -115,11 +115,11 @@ def main() -> int:
         print(f"{row[0]:<20}{row[1]:<12}{row[2]}")
 
     pins.remove()
-    exact = torch.equal(run(model, ids), plain) and all(
-        torch.equal(one, two) and one.dtype == two.dtype
-        for one, two in zip(
-            model.state_dict().values(), untouched.state_dict().values(), strict=True
-        )
+    after, before = model.state_dict(), untouched.state_dict()
+    exact = torch.equal(run(model, ids), plain) and list(after) == list(before)
+    exact = exact and all(
+        torch.equal(after[key], before[key]) and after[key].dtype == before[key].dtype
+        for key in before
     )
     exact = exact and all(
         one.__dict__.keys() == two.__dict__.keys()

@@ -122,13 +122,7 @@ def find(model: nn.Module, patterns: Patterns, class_patterns: Patterns) -> list
     """
     if not isinstance(model, nn.Module):
         raise PinError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    by_name = _compile(patterns, "patterns")
-    by_class = _compile(class_patterns, "class_patterns")
-    if not by_name and not by_class:
-        raise PinError(
-            "got no pattern, expected patterns= (searched in dotted names such as 'blocks.0.norm') "
-            "or class_patterns= (searched in class names such as 'LayerNorm')"
-        )
+    by_name, by_class = compiled(patterns, class_patterns)
     modules = named(model)
     hits: dict[int, bool] = {}
     dead: list[str] = []
@@ -149,6 +143,24 @@ def find(model: nn.Module, patterns: Patterns, class_patterns: Patterns) -> list
     return [m for m in modules if id(m.module) in hits]
 
 
+def compiled(
+    patterns: Patterns, class_patterns: Patterns
+) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
+    """Both kinds of patterns, checked; at least one pattern is needed.
+
+    Raises:
+        PinError: there is none, or one is broken.
+    """
+    by_name = _compile(patterns, "patterns")
+    by_class = _compile(class_patterns, "class_patterns")
+    if not by_name and not by_class:
+        raise PinError(
+            "got no pattern, expected patterns= (searched in dotted names such as 'blocks.0.norm') "
+            "or class_patterns= (searched in class names such as 'LayerNorm')"
+        )
+    return by_name, by_class
+
+
 def suggestion(wrong: str, right: Iterable[str]) -> str:
     """``; did you mean 'x'?``, or nothing."""
     near = difflib.get_close_matches(wrong, list(dict.fromkeys(right)), n=3, cutoff=0.6)
@@ -165,7 +177,7 @@ def _compile(patterns: object, argument: str) -> list[re.Pattern[str]]:
         given = list(patterns)
     else:
         given = [patterns]
-    compiled = []
+    found = []
     for pattern in given:
         if not isinstance(pattern, (str, re.Pattern)) or isinstance(
             getattr(pattern, "pattern", ""), bytes
@@ -175,12 +187,12 @@ def _compile(patterns: object, argument: str) -> list[re.Pattern[str]]:
                 "or a list of them"
             )
         try:
-            compiled.append(re.compile(pattern))
+            found.append(re.compile(pattern))
         except re.error as error:
             raise PinError(
                 f"{argument}: {pattern!r} is not a regular expression: {error}"
             ) from error
-    return compiled
+    return found
 
 
 def _near_misses(pattern: re.Pattern[str], argument: str, modules: list[Named]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from dtypepin._cast import resolve_dtype, short
 from dtypepin._errors import PinError, warn
 from dtypepin._handles import PinHandles
 from dtypepin._params import own_floats
-from dtypepin._pin import apply
-from dtypepin._select import Patterns
+from dtypepin._pin import apply, logger
+from dtypepin._select import Patterns, compiled
 
 
 class DtypeOverrider:
@@ -41,15 +41,15 @@ class DtypeOverrider:
         patterns: regexes, searched in the dotted names; DDP and other wrappers are seen through.
         class_patterns: regexes, searched in the class names.
         dtype: float16, bfloat16, float32 or float64, as ``torch.dtype`` or by name.
-        methods_to_override: names of methods; None means ``["forward"]``.
+        methods_to_override: a name or names of methods; None means ``["forward"]``.
         override_parameters: whether to store the matched modules' parameters in ``dtype``.
         verbose: log each pinned method and stored parameter, and a summary, to
-            ``trainer.logger``.
+            ``trainer.logger``; to the logger ``"dtypepin"`` where the trainer has none.
         check_interval: every so many steps, stored parameters that have drifted to another dtype
             are cast back, with a warning. 0 never checks.
 
     Raises:
-        PinError: a dtype or ``check_interval`` that is not valid; in ``before_train``, whatever
+        PinError: an argument that is not valid, no pattern at all; in ``before_train``, whatever
             :func:`dtypepin.apply` refuses, and no match at all.
 
     Warns:
@@ -69,14 +69,26 @@ class DtypeOverrider:
         verbose: bool = False,
         check_interval: int = 10,
     ) -> None:
-        if not isinstance(check_interval, int) or check_interval < 0:
+        methods: Any = ["forward"] if methods_to_override is None else methods_to_override
+        if isinstance(methods, str):
+            methods = [methods]
+        elif isinstance(methods, Iterable):
+            methods = list(methods)
+        if not (isinstance(methods, list) and methods and all(isinstance(m, str) for m in methods)):
+            raise PinError(
+                f"methods_to_override: got {methods_to_override!r}, expected names of methods"
+            )
+        if not isinstance(override_parameters, bool):
+            raise PinError(f"override_parameters: got {override_parameters!r}, expected a bool")
+        # A bool is an int to Python, and True would check at every step.
+        interval: Any = check_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
             raise PinError(
                 f"check_interval: got {check_interval!r}, expected a number of steps, 0 for never"
             )
-        self.patterns = patterns
-        self.class_patterns = class_patterns
+        self.patterns, self.class_patterns = compiled(patterns, class_patterns)
         self.dtype = resolve_dtype(dtype)
-        self.methods_to_override = methods_to_override or ["forward"]
+        self.methods_to_override: list[str] = methods
         self.override_parameters = override_parameters
         self.verbose = verbose
         self.check_interval = check_interval
@@ -87,10 +99,12 @@ class DtypeOverrider:
         """Pin the model; pins of an earlier training that are still on are taken off first."""
         self._remove()
         self._steps = 0
+        if self.trainer is None:
+            raise PinError("trainer: got None, expected the trainer to set it before before_train")
         self.pins = apply(
             self.trainer.model,
-            self.patterns or None,
-            self.class_patterns or None,
+            self.patterns,
+            self.class_patterns,
             self.dtype,
             methods_to_override=self.methods_to_override,
             override_parameters=self.override_parameters,
@@ -126,25 +140,32 @@ class DtypeOverrider:
             )
 
     def _remove(self) -> None:
-        if self.pins is not None:
-            self.pins.remove()
-            self.pins = None
+        pins, self.pins = self.pins, None
+        if pins is not None:
+            pins.remove()
 
     def _log(self, pins: PinHandles) -> None:
-        info = self.trainer.logger.info
-        stored = 0
+        info = (getattr(self.trainer, "logger", None) or logger).info
+        stored: set[int] = set()  # by identity: two pinned methods or modules may share one
         for pin in pins:
             name = pin.name or "(root)"
             info(f"pinned {name}.{pin.method} ({pin.class_name}) to {short(self.dtype)}")
-            if not self.override_parameters or pin.module is None or pin.method != pins[0].method:
+            if not self.override_parameters or pin.module is None:
                 continue
-            for parameter, _ in own_floats(pin.module):
-                stored += 1
-                info(f"stored {name}.{parameter} in {short(self.dtype)}")
-        info(f"{len(pins)} methods pinned to {short(self.dtype)}, {stored} parameters stored in it")
+            for parameter, value in own_floats(pin.module):
+                if id(value) not in stored:
+                    stored.add(id(value))
+                    info(f"stored {name}.{parameter} in {short(self.dtype)}")
+        info(
+            f"{len(pins)} methods pinned to {short(self.dtype)}, "
+            f"{len(stored)} parameters stored in it"
+        )
 
     def __repr__(self) -> str:
         return (
-            f"DtypeOverrider(patterns={self.patterns!r}, class_patterns={self.class_patterns!r}, "
-            f"dtype={short(self.dtype)!r}, override_parameters={self.override_parameters})"
+            f"DtypeOverrider(patterns={[p.pattern for p in self.patterns]}, "
+            f"class_patterns={[p.pattern for p in self.class_patterns]}, "
+            f"dtype={short(self.dtype)!r}, methods_to_override={self.methods_to_override}, "
+            f"override_parameters={self.override_parameters}, verbose={self.verbose}, "
+            f"check_interval={self.check_interval})"
         )
