@@ -66,21 +66,37 @@ class ParameterView(dict[str, Any]):
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
         if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
             return value  # LazyLinear's own hook materialises it first
-        new = cast(value, self.unpinned_dtype(name) if frame.dtype is None else frame.dtype)
-        if new is not value and not is_dynamo_compiling():
-            new.pinned_from = value  # type: ignore[attr-defined]
-        return new
+        return cast(value, self.unpinned_dtype(name) if frame.dtype is None else frame.dtype)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # ``functional_call`` in a pinned forward puts back what it read: the original goes back.
-        original = getattr(value, "pinned_from", None)
-        dict.__setitem__(self, name, value if original is None else original)
+        frame = _frame()
+        if frame is not None and not isinstance(value, nn.Parameter):
+            old = dict.get(self, name)
+            if isinstance(old, nn.Parameter):
+                # ``functional_call`` in a pinned forward: it will put back the cast that it read.
+                if frame.displaced is None:
+                    frame.displaced = []
+                frame.displaced.append((self, name, old))
+        dict.__setitem__(self, name, value)
+
+    def put_back(self, name: str, parameter: nn.Parameter) -> None:
+        """End of a region: a parameter that was displaced in it returns."""
+        if not isinstance(dict.get(self, name), nn.Parameter):
+            dict.__setitem__(self, name, parameter)
 
     def unpinned_dtype(self, name: str) -> torch.dtype:
         """The dtype that an entry has without pins."""
         dtype: torch.dtype = dict.__getitem__(self, name).dtype
         stored = self.stored.get(name)
         return stored.original if stored and dtype is stored.settled else dtype
+
+
+def _frame() -> Frame | None:
+    """The innermost region, if there is any."""
+    frames = thread.frames
+    if not frames:
+        return None
+    return frames[-1] if is_dynamo_compiling() else current()
 
 
 class BufferView(ParameterView):
@@ -100,14 +116,13 @@ class BufferView(ParameterView):
         read = super()._read(name, value, frame)
         if read is not value:
             frame.buffers.append((self, name, read))
+            if not is_dynamo_compiling():
+                read.read_from = value  # type: ignore[attr-defined]
         return read
 
     def __setitem__(self, name: str, value: Any) -> None:
-        frames = thread.frames
-        frame = None
-        if frames:
-            frame = frames[-1] if is_dynamo_compiling() else current()
-        original = getattr(value, "pinned_from", None)
+        frame = _frame()
+        original = getattr(value, "read_from", None)
         if frame is not None and frame.buffers is not None:
             frame.buffers = [
                 entry for entry in frame.buffers if entry[0] is not self or entry[1] != name
@@ -115,7 +130,7 @@ class BufferView(ParameterView):
             if original is not None:
                 frame.buffers.append((self, name, value))
         if original is not None:
-            value = original
+            value = original  # the cast that was read is put back, as ``functional_call`` does
         elif frame is not None and isinstance(value, Tensor) and value.dtype in FLOATS:
             old = dict.get(self, name)
             if old is not None and old.dtype in FLOATS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, overload
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from dtypepin import _handles, _hooks, _params, _refuse, _region
 from dtypepin._cast import resolve_dtype
-from dtypepin._errors import PinError
+from dtypepin._errors import PinError, warn
 from dtypepin._handles import PinHandle, PinHandles, Row
 from dtypepin._hooks import Pin, PinnedMethod
 from dtypepin._params import ParameterView, Stored
@@ -25,9 +26,11 @@ Output = Literal["restore", "keep"] | torch.dtype | str
 
 
 class Selection(Sequence[Row]):
-    """What ``select`` found: rows with the fields name, class_name, method, dtype, parameters
-    and aliases. ``print`` shows them as a table; ``names`` lists all dotted names.
-    """  # noqa: D205
+    """What ``select`` found.
+
+    A row has the fields name, class_name, method, dtype, parameters and aliases. ``print`` shows
+    all rows as a table; ``names`` lists all dotted names.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = tuple(rows)
@@ -231,6 +234,12 @@ def apply(
             )
         undo.pop_all()
     pins = PinHandles(handles)
+    if not _hooks.SAFE_ACROSS_GRAPH_BREAKS and "torch._dynamo" in sys.modules:
+        warn(
+            f"torch {torch.__version__} does not let hooks be kept out of compiled frames: in a "
+            "compiled model, a graph break inside a pinned module may lose its pin. Compile with "
+            "fullgraph=True, or check what it computes in"
+        )
     if verbose:
         logger.info("pinned %d of %s:\n%s", len(pins), type(model).__name__, pins)
     return pins

@@ -14,14 +14,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtypepin._cast import CASTS, FLOATS, cast, map_changed, map_tensors, short
 from dtypepin._errors import PinError
 from dtypepin._private import any_autocast_enabled, is_exporting
 
 if TYPE_CHECKING:
-    from dtypepin._params import BufferView
+    from dtypepin._params import BufferView, ParameterView
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -68,9 +68,10 @@ class Frame:
         restore: dtype of floating outputs; None leaves them alone.
         device: device type on which autocast was on and is switched on again; None for none.
         buffers: buffers that were handed out in another dtype, to be written back.
+        displaced: parameters that were replaced by plain tensors, to be put back.
     """
 
-    __slots__ = ("buffers", "device", "dtype", "owner", "restore", "rule")
+    __slots__ = ("buffers", "device", "displaced", "dtype", "owner", "restore", "rule")
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Frame:
         self.restore = restore
         self.device = device
         self.buffers: list[tuple[BufferView, str, Tensor]] | None = None
+        self.displaced: list[tuple[ParameterView, str, nn.Parameter]] | None = None
 
 
 class _Thread(threading.local):
@@ -215,6 +217,9 @@ def leave(frame: Frame, output: Any) -> Any:
         if frame.buffers is not None:
             for view, name, handed_out in frame.buffers:
                 view.write_back(name, handed_out)
+        if frame.displaced is not None:
+            for parameters, name, parameter in reversed(frame.displaced):
+                parameters.put_back(name, parameter)
         restore = frame.restore
         if restore is None or output is None:
             return output
