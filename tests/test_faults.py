@@ -180,6 +180,35 @@ def test_checkpointing_gives_the_gradients_of_a_plain_run(kind, override):  # F3
     assert set(m.last[0].seen) == {(F32, F32, F32)}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("stored", "dtype"), [(BF16, F32), (F32, BF16)])
+def test_a_pinned_forward_that_checkpoints_its_children(reentrant, stored, dtype):  # F3
+    class Layer(nn.Module):
+        checkpointed = True
+
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(Seen(4), nn.LayerNorm(4))
+
+        def forward(self, x):
+            if self.checkpointed:
+                return checkpoint(self.body, x, use_reentrant=reentrant)
+            return self.body(x)
+
+    m = nn.Sequential(Layer(), Seen(4)).to(stored)
+    dtypepin.apply(m, "^0$", dtype=dtype)
+    inputs = x(stored).requires_grad_()
+    grads = []
+    for Layer.checkpointed in (False, True):
+        m.zero_grad()
+        m(inputs).sum().backward()
+        grads.append([p.grad.clone() for p in m.parameters()])
+        assert m[0].body[0].weight is next(m.parameters())
+    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+    assert set(m[0].body[0].seen) == {(dtype,) * 3}
+    assert len(m[0].body[0].seen) == 3
+
+
 def test_a_none_output_in_an_except_block_is_no_error():
     class Nothing(nn.Module):
         def forward(self, x):

@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtypepin._cast import FLOATS, cast
-from dtypepin._private import in_functorch, is_exporting
+from dtypepin._private import in_functorch, in_recomputation, is_exporting
 from dtypepin._region import Frame, Rule, current, thread
 
 
@@ -44,11 +44,13 @@ class ParameterView(dict[str, Any]):
 
     Attributes:
         rules: the pins that this view is here for.
+        inherited: those of them that pin a parent of this module.
         stored: the entries that pins store in their dtype.
         plain: the class of the dict that was here before.
     """
 
     rules: list[Rule]
+    inherited: list[Rule]
     stored: dict[str, Stored]
     plain: type[dict[str, Any]]
 
@@ -61,6 +63,16 @@ class ParameterView(dict[str, Any]):
                 frame = frames[-1] if is_dynamo_compiling() else current()
                 if frame is not None:
                     return self._read(name, value, frame)
+        elif self.inherited and not is_dynamo_compiling() and in_recomputation():
+            return self._recomputed(value)
+        return value
+
+    def _recomputed(self, value: Any) -> Any:
+        # A pinned forward that calls ``checkpoint`` itself, as transformers' layers do: what it
+        # computes again in backward runs outside its region, and has to read the same dtype.
+        for rule in reversed(self.inherited):
+            if rule.active and value is not None and value.dtype in FLOATS:
+                return cast(value, rule.dtype)
         return value
 
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
@@ -171,8 +183,10 @@ def own_floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, value
 
 
-def cover(modules: Iterable[nn.Module], rule: Rule, also_empty: bool = False) -> None:
-    """Put views on modules, for one pin."""
+def cover(
+    modules: Iterable[nn.Module], rule: Rule, pinned: nn.Module, also_empty: bool = False
+) -> None:
+    """Put views on modules in the region of one pinned module."""
     for module in modules:
         for attribute, kind in (("_parameters", ParameterView), ("_buffers", BufferView)):
             values = module.__dict__[attribute]
@@ -180,11 +194,14 @@ def cover(modules: Iterable[nn.Module], rule: Rule, also_empty: bool = False) ->
                 if not values and not also_empty:
                     continue
                 view = kind(values)
-                view.rules, view.stored, view.plain = [], {}, type(values)
+                view.rules, view.inherited = [], []
+                view.stored, view.plain = {}, type(values)
                 if isinstance(view, BufferView):
                     view.silent = "running_mean" in values or "running_var" in values
                 module.__dict__[attribute] = values = view
             values.rules.append(rule)
+            if module is not pinned and not also_empty:
+                values.inherited.append(rule)
 
 
 def uncover(modules: Iterable[nn.Module], rule: Rule) -> None:
@@ -194,6 +211,7 @@ def uncover(modules: Iterable[nn.Module], rule: Rule) -> None:
             view = module.__dict__[attribute]
             if isinstance(view, ParameterView) and any(rule is here for here in view.rules):
                 view.rules = [here for here in view.rules if here is not rule]
+                view.inherited = [here for here in view.inherited if here is not rule]
                 if not view.rules:
                     module.__dict__[attribute] = view.plain(view.items())
 

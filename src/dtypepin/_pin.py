@@ -228,7 +228,9 @@ def apply(
                 undo.callback(_handles.remove, found.module, pin, found.parents)
                 _put(found, pin, known)
             else:
-                _params.cover(_uncovered(found.module, pin), pin)  # children added since
+                _params.cover(
+                    _uncovered(found.module, pin), pin, found.module
+                )  # children added since
             handles.append(
                 PinHandle(found.module, pin, found.names, found.class_name, found.parents)
             )
@@ -249,10 +251,10 @@ def _put(found: Named, pin: Pin, known: dict[int, Stored]) -> None:
     """Change the model: views, storage, hooks, in an order that each can be undone."""
     module = found.module
     parts = list(module.modules())
-    _params.cover(parts, pin)
+    _params.cover(parts, pin, module)
     if not any(part._parameters or part._buffers for part in parts):
         # torch.compile does not guard on new hooks, but on the class of a dict it read.
-        _params.cover(found.parents, pin, also_empty=True)
+        _params.cover(found.parents, pin, module, also_empty=True)
     if pin.override:
         _params.store(module, pin, known)
     _hooks.attach(module, pin)

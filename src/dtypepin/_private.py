@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -47,6 +47,19 @@ def _names(code: CodeType) -> set[object]:
     """All names and constants in a function's code, nested functions included."""
     found = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
     return found.union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def in_recomputation() -> bool:
+    """Whether ``torch.utils.checkpoint`` computes something again, in a backward of this thread."""
+    task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    if task is None or task() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 #: Whether ``nn.TransformerEncoderLayer`` gives up its fast path, which calls no child, where a
