@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import dtypepin
 from dtypepin import _hooks, _private
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -118,13 +120,15 @@ def test_compiled_code_is_dropped_only_where_dynamo_would_not_notice(monkeypatch
 
 # Deletes one private name before dtypepin is imported, then computes what a pin must give.
 WITHOUT = """
-import sys, torch
+import sys, torch, warnings
 from torch import nn
 {remove}
 import dtypepin
 from dtypepin import _private, _hooks
 {restore}
 assert {fallback}
+if not _hooks.SAFE_ACROSS_GRAPH_BREAKS:  # torch 2.4 loads dynamo by itself, and then it is said
+    warnings.filterwarnings("ignore", "torch .* does not let hooks be kept out")
 torch.manual_seed(0)
 for autocast in (False, True):
     for override in (False, True):
@@ -192,6 +196,19 @@ def test_eager_pins_are_right_without(name):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "right"
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_it_is_said_where_a_graph_break_may_lose_a_pin(monkeypatch, loaded):
+    monkeypatch.setattr(_hooks, "SAFE_ACROSS_GRAPH_BREAKS", False)
+    importlib.import_module("torch._dynamo")
+    model = torch.nn.LayerNorm(2)
+    if loaded:
+        with pytest.warns(dtypepin.PinWarning, match="a graph break inside a pinned module"):
+            dtypepin.apply(model, "^$")
+    else:  # nothing was compiled: nothing to say
+        monkeypatch.delitem(sys.modules, "torch._dynamo")
+        dtypepin.apply(model, "^$")
 
 
 def test_renumber_without_the_old_dicts_leaves_the_hook_as_it_is():
