@@ -1,5 +1,6 @@
 """Autocast is off inside and untouched outside. A1 to A6 of the cases."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -86,9 +87,45 @@ def test_without_tensor_input_the_parameters_device_counts(all_on):  # A3
     assert none.seen == [[True, True, True]]  # nothing tells the device
 
 
+@pytest.mark.parametrize("given", ["input", "no input"])
+def test_a_device_without_autocast_is_no_error(given):  # A3
+    asks = Asks("meta")
+    with dtypepin.apply(asks, "^$"), autocast():
+        asks(*[torch.ones(2, 4, dtype=torch.half, device="meta")][: given == "input"])
+    assert asks.seen == [[True, False, False]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.half])
+@pytest.mark.parametrize("levels", [(True, False, True), (False, True), (True, True)])
+def test_each_level_of_nested_autocast_is_as_it_was(levels, kind, fails):
+    m = Interrupted(ValueError("inside") if fails else None)
+    dtypepin.apply(m, "^$")
+
+    def at(levels):
+        with torch.autocast("cpu", kind, enabled=levels[0]):
+            with contextlib.suppress(ValueError):
+                assert m(torch.randn(2, 4)).dtype is torch.float32
+            if levels[1:]:
+                at(levels[1:])
+            assert torch.is_autocast_enabled("cpu") is levels[0]
+            assert torch.get_autocast_dtype("cpu") is kind
+            out = nn.functional.linear(torch.ones(1, 4), torch.ones(4, 4))
+            assert out.dtype is (kind if levels[0] else torch.float32)
+
+    at(levels)
+    assert m.seen == [False] * len(levels)
+
+
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize(
-    ("outer", "inner"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ("outer", "inner"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.half),
+    ],
 )
 @pytest.mark.parametrize("order", [1, -1])
 def test_nested_pins_each_compute_in_their_own_dtype(outer, inner, on, order):  # A4
@@ -123,9 +160,10 @@ def test_the_users_own_autocast_inside_is_respected():  # A5
 class Interrupted(nn.Module):
     def __init__(self, error):
         super().__init__()
-        self.inner, self.error = nn.Linear(4, 4, bias=False), error
+        self.inner, self.error, self.seen = nn.Linear(4, 4, bias=False), error, []
 
     def forward(self, x):
+        self.seen.append(torch.is_autocast_enabled("cpu"))
         y = self.inner(x)
         if self.error:
             raise self.error

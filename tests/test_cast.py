@@ -17,12 +17,18 @@ from dtypepin._cast import map_tensors, resolve_dtype
     ("name", "dtype"),
     [
         (torch.float16, torch.float16),
+        (torch.float64, torch.float64),
+        ("float16", torch.float16),
         ("fp16", torch.float16),
         ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
         ("BF16", torch.bfloat16),
         ("torch.bfloat16", torch.bfloat16),
         ("float", torch.float32),
+        ("float32", torch.float32),
         ("fp32", torch.float32),
+        ("float64", torch.float64),
+        ("fp64", torch.float64),
         ("double", torch.float64),
     ],
 )
@@ -53,6 +59,16 @@ class Frozen:
     n: int = 3
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    x: torch.Tensor
+    n: int = 3
+
+
+class Triple(tuple):
+    __slots__ = ()
+
+
 @dataclasses.dataclass
 class Late:
     x: torch.Tensor
@@ -74,7 +90,9 @@ VALUES = {
     "list subclass": Items([x()]),
     "tuple": (x(), (x(), None)),
     "named tuple": Pair(x(), 2),
+    "tuple subclass": Triple((x(), 1, None)),
     "frozen dataclass": Frozen(x()),
+    "dataclass with slots": Slots(x()),
     "field without init": Late(x()),
     "packed": nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]),
     "struct sequence": torch.ones(2, 2).max(0),
@@ -153,7 +171,18 @@ def test_one_tensor_twice_stays_one_tensor():
     assert new["a"] is new["b"][0]
 
 
-def test_a_container_that_holds_itself_ends():
-    value = [x()]
-    value.append(value)
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_container_that_holds_itself_ends(kind):
+    value = {0: x()} if kind is dict else [x(), None]
+    value[1] = value
     assert map_tensors(value, torch.Tensor.double)[0].dtype is torch.float64
+    assert map_tensors(value, lambda tensor: tensor) is value
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "dataclass"])
+def test_what_a_subclass_carries_besides_comes_along(kind):
+    value = {"list": Items([x()]), "dict": Ordered(x=x()), "dataclass": Late(x())}[kind]
+    value.extra = "kept"
+    new = map_tensors(value, torch.Tensor.double)
+    assert new is not value
+    assert new.extra == "kept"

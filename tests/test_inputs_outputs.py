@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dtypepin
+from dtypepin import PinError
 from helpers import Seen
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -76,7 +77,8 @@ def test_attention_in_a_bf16_model():  # I3
     assert mha(x, x, x)[0].dtype is torch.bfloat16
     with pytest.raises(RuntimeError) as error:
         mha(x, x.clone(), x.clone())
-    assert 'inputs="all"' in "".join(getattr(error.value, "__notes__", ['inputs="all"']))
+    notes = getattr(error.value, "__notes__", None)
+    assert ('inputs="all"' in "".join(notes or ())) is hasattr(error.value, "add_note")  # 3.11
     dtypepin.unpin(mha)
     pinned(mha, inputs="all")
     assert torch.equal(mha(x, x.clone(), x.clone())[0], mha(x, x, x)[0])
@@ -201,6 +203,28 @@ def test_keep_leaves_the_pins_dtype(output, expected):  # O3
     assert out.item() == (
         float("inf") if expected is torch.half else torch.tensor(80000.0).to(expected).item()
     )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("output", FLOATS)
+@pytest.mark.parametrize("floats_in", [False, True])
+def test_a_dtype_as_output_is_what_comes_out(output, dtype, floats_in):
+    module = Spy(lambda *x: {"x": torch.ones(2, dtype=dtype), "ids": torch.arange(2)})
+    pinned(module, dtype, output=output)
+    out = module(*[torch.ones(2).half()][:floats_in])
+    assert (out["x"].dtype, out["ids"].dtype) == (output, torch.int64)
+
+
+@pytest.mark.parametrize("wrong", ["keeps", torch.int8, None])
+def test_other_outputs_are_refused(wrong):
+    with pytest.raises(PinError, match=r'output: got .* or "restore" or "keep"'):
+        pinned(Spy(), output=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["last", None])
+def test_other_inputs_are_refused(wrong):
+    with pytest.raises(PinError, match=r'inputs: got .* expected "first" or "all"'):
+        pinned(Spy(), inputs=wrong)
 
 
 @pytest.mark.parametrize("first", ["theirs", "ours"])

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -65,6 +66,21 @@ def test_a_crossed_argument_is_explained(arguments, exists, use):  # S3
     assert use in str(error.value)
 
 
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_data_parallel_in_processes_is_no_part_of_a_name(one_process):  # S4
+    norm = nn.LayerNorm(2)
+    both = torch.compile(nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), norm)))
+    with dtypepin.apply(both, "^1$") as pins:
+        assert [(pin.name, pin.module) for pin in pins] == [("1", norm)]
+    assert not norm._forward_hooks
+
+
 def wrappers():
     plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     yield "plain", plain, plain[1]
@@ -72,6 +88,8 @@ def wrappers():
     yield "data parallel", nn.DataParallel(plain), plain[1]
     yield "averaged", (ema := torch.optim.swa_utils.AveragedModel(plain)), ema.module[1]
     norm = nn.LayerNorm(2)
+    sharded = model(_fsdp_wrapped_module=nn.Sequential(nn.Linear(2, 2), norm))
+    yield "sharded", sharded, norm
     yield "checkpoint", nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(norm)), norm
     yield "both", torch.compile(nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(norm))), norm
 
@@ -81,6 +99,11 @@ def test_wrappers_are_no_part_of_a_name(kind, wrapped, norm):  # S4
     with dtypepin.apply(wrapped, "^1$") as pins:
         assert [(pin.name, pin.module) for pin in pins] == [("1", norm)]
     assert not norm._forward_hooks
+
+
+@pytest.mark.parametrize(("kind", "wrapped", "norm"), list(wrappers()))
+def test_only_what_is_wrapped_is_listed(kind, wrapped, norm):  # S4
+    assert [found.names for found in named(wrapped)] == [("",), ("0",), ("1",)]
 
 
 def test_a_users_own_child_called_module_keeps_its_name():  # S4

@@ -96,6 +96,13 @@ class _Thread(threading.local):
         self.disabled: list[Rule] = []
 
 
+#: Kinds of devices without autocast, for which ``torch.is_autocast_enabled`` is an error.
+_WITHOUT_AUTOCAST = frozenset(
+    kind
+    for kind in ("lazy", "maia", "meta", "mps", "mtia", "vulkan")
+    if not torch.amp.is_autocast_available(kind)
+)
+
 # Module-level, not on the pins: a threading.local can be neither pickled nor deep-copied.
 thread = _Thread()
 
@@ -176,7 +183,7 @@ def enter(
     device = None
     if any_autocast_enabled():
         kind = first.device.type if first is not None else _device(args, kwargs, module)
-        if kind is not None and torch.is_autocast_enabled(kind):
+        if kind is not None and kind not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(kind):
             if is_exporting():
                 raise PinError(
                     f"torch.export under an active autocast does not record that autocast is off "
