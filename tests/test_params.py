@@ -150,6 +150,31 @@ def test_what_a_forward_writes_to_buffers_arrives(stored, dtype):
     assert torch.equal(bits(m.cache)[m.cache.element_size() :], untouched[m.cache.element_size() :])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["in place", "data", "batch_norm"])
+def test_writes_that_move_no_version_arrive(how, compiled):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("var", torch.ones(2))
+
+        def forward(self, x):
+            if how == "in place":
+                self.mean.add_(1)
+            elif how == "data":
+                self.mean.data.mul_(0.5).add_(1)
+            else:
+                nn.functional.batch_norm(x, self.mean, self.var, training=True, momentum=1.0)
+            return x * 2
+
+    m = Writes().bfloat16()
+    dtypepin.apply(m, "^$")
+    call = torch.compile(m, backend="aot_eager") if compiled else m
+    call(torch.ones(4, 2, dtype=BF16))
+    assert m.mean.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("override", [False, True])
 def test_a_tie_outside_the_selection(override):  # P5
     m = nn.ModuleDict({"emb": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)}).bfloat16()

@@ -114,9 +114,6 @@ def _frame() -> Frame | None:
 class BufferView(ParameterView):
     """``module._buffers`` of a module in a pinned region: what is written to casts arrives."""
 
-    #: Whether torch writes these buffers without moving ``_version``, as batch_norm does.
-    silent: bool
-
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
         # One cast per call, so that what is written to it is seen by the next read.
         # A list, not a dict by ``id``: dynamo would compile anew for each new view.
@@ -155,10 +152,12 @@ class BufferView(ParameterView):
         if buffer is None:
             return
         if not is_dynamo_compiling():
-            # A fresh cast has version 0; an inference tensor has none and may have been written.
-            written = handed_out.is_inference() or handed_out._version > 0
-            if not written and (not self.silent or in_functorch()):
+            # Whether it was written cannot be told from ``_version``: ``.data``, batch_norm and
+            # compiled code do not move it. A transform refuses to write what it did not wrap.
+            if in_functorch() and not handed_out._version:
                 return
+            if 0 in buffer.stride() and buffer.numel() > 1:
+                return  # an expanded buffer, which nobody can write to
         with torch.no_grad():
             # Untouched elements keep their very bits: a cast to fewer digits must not round them.
             same = handed_out == cast(buffer, handed_out.dtype)
@@ -196,8 +195,6 @@ def cover(
                 view = kind(values)
                 view.rules, view.inherited = [], []
                 view.stored, view.plain = {}, type(values)
-                if isinstance(view, BufferView):
-                    view.silent = "running_mean" in values or "running_var" in values
                 module.__dict__[attribute] = values = view
             values.rules.append(rule)
             if module is not pinned and not also_empty:
