@@ -46,13 +46,13 @@ class ParameterView(dict[str, Any]):
         rules: the pins that this view is here for.
         inherited: those of them that pin a parent of this module.
         stored: the entries that pins store in their dtype.
-        plain: the class of the dict that was here before.
+        plain: the dict that was here before, and comes back.
     """
 
     rules: list[Rule]
     inherited: list[Rule]
     stored: dict[str, Stored]
-    plain: type[dict[str, Any]]
+    plain: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
@@ -190,11 +190,11 @@ def cover(
         for attribute, kind in (("_parameters", ParameterView), ("_buffers", BufferView)):
             values = module.__dict__[attribute]
             if not isinstance(values, ParameterView):
-                if not values and not also_empty:
+                if not isinstance(values, dict) or not (values or also_empty):
                     continue
                 view = kind(values)
                 view.rules, view.inherited = [], []
-                view.stored, view.plain = {}, type(values)
+                view.stored, view.plain = {}, values
                 module.__dict__[attribute] = values = view
             values.rules.append(rule)
             if module is not pinned and not also_empty:
@@ -210,7 +210,9 @@ def uncover(modules: Iterable[nn.Module], rule: Rule) -> None:
                 view.rules = [here for here in view.rules if here is not rule]
                 view.inherited = [here for here in view.inherited if here is not rule]
                 if not view.rules:
-                    module.__dict__[attribute] = view.plain(view.items())
+                    view.plain.clear()
+                    view.plain.update(view.items())
+                    module.__dict__[attribute] = view.plain
 
 
 def store(module: nn.Module, rule: Rule, known: dict[int, Stored]) -> None:
