@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import dtypepin
 from helpers import Seen
@@ -85,6 +86,24 @@ def test_without_tensor_input_the_parameters_device_counts(all_on):  # A3
         none()
     assert asks.seen == [[False, True, True]]
     assert none.seen == [[True, True, True]]  # nothing tells the device
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_another_device_is_switched_off_alone(all_on, kind, fails):  # A3
+    class Raises(Asks):
+        def forward(self, x):
+            super().forward(x)
+            if fails:
+                raise ValueError("inside")
+            return x
+
+    asks, devices = Raises(), ("cpu", "cuda", "xpu")
+    torch.set_autocast_enabled("cpu", False)
+    with FakeTensorMode(), dtypepin.apply(asks, "^$"), contextlib.suppress(ValueError):
+        asks(torch.ones(2, device=kind))
+    assert asks.seen == [[False, kind != "cuda", kind != "xpu"]]
+    assert [torch.is_autocast_enabled(k) for k in devices] == [False, True, True]
 
 
 @pytest.mark.parametrize("given", ["input", "no input"])

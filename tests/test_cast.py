@@ -175,7 +175,9 @@ def test_one_tensor_twice_stays_one_tensor():
 def test_a_container_that_holds_itself_ends(kind):
     value = {0: x()} if kind is dict else [x(), None]
     value[1] = value
-    assert map_tensors(value, torch.Tensor.double)[0].dtype is torch.float64
+    new = map_tensors(value, torch.Tensor.double)
+    assert new[0].dtype is torch.float64
+    assert new[1] is value  # the loop is not unrolled
     assert map_tensors(value, lambda tensor: tensor) is value
 
 

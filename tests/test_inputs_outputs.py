@@ -56,6 +56,9 @@ def test_keyword_inputs_are_cast_like_positional_ones():  # I2
     norm = pinned(nn.LayerNorm(4).bfloat16())
     x = torch.randn(2, 4, dtype=torch.bfloat16)
     assert torch.equal(norm(input=x), norm(x))
+    spy = pinned(Spy(lambda input: input))
+    assert spy(input=x).dtype is torch.bfloat16
+    assert spy.kwargs["input"].dtype is torch.float32
     spy = pinned(Spy(lambda h, attention_mask: h))
     mask = torch.ones(2, dtype=torch.bfloat16)
     assert spy(x, attention_mask=mask).dtype is torch.bfloat16
