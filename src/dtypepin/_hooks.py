@@ -13,7 +13,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from dtypepin import _cast, _params, _private, _region
+from dtypepin import _buffers, _cast, _params, _private, _region
 from dtypepin._private import forget_compiled, keep_out_of_dynamo_frames, renumber
 from dtypepin._region import Args, Kwargs, Rule
 
@@ -241,5 +241,5 @@ def _passed_through(error: BaseException, owner: FrameType) -> bool:
 
 #: Whether compiled models with a graph break inside a pinned module keep their pins.
 SAFE_ACROSS_GRAPH_BREAKS = keep_out_of_dynamo_frames(
-    _cast, _params, _private, _region, sys.modules[__name__]
+    _buffers, _cast, _params, _private, _region, sys.modules[__name__]
 )

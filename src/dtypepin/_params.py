@@ -17,8 +17,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dtypepin._buffers import BufferCast
 from dtypepin._cast import FLOATS, cast
-from dtypepin._private import in_functorch, in_recomputation, is_exporting
+from dtypepin._private import in_recomputation, run_by_dynamo
 from dtypepin._region import Frame, Rule, current, thread
 
 
@@ -115,56 +116,34 @@ class BufferView(ParameterView):
     """``module._buffers`` of a module in a pinned region: what is written to casts arrives."""
 
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
-        # One cast per call, so that what is written to it is seen by the next read.
+        # One cast for all regions of this dtype, so that what is written is seen by the next read.
         # A list, not a dict by ``id``: dynamo would compile anew for each new view.
-        if frame.buffers is None:
-            frame.buffers = []
-        for view, known, read in frame.buffers:
-            if view is self and known == name:
-                return read
+        for outer in reversed(thread.frames):
+            if outer.dtype is not frame.dtype:
+                break
+            for known in outer.buffers or ():
+                if known.original is value:
+                    return known.read
         read = super()._read(name, value, frame)
         if read is not value:
-            frame.buffers.append((self, name, read))
             if not is_dynamo_compiling():
+                if run_by_dynamo():
+                    return read  # a change of the real frame would break the guards in the making
                 read.read_from = value  # type: ignore[attr-defined]
+            if frame.buffers is None:
+                frame.buffers = []
+            frame.buffers.append(BufferCast(value, read))
         return read
 
     def __setitem__(self, name: str, value: Any) -> None:
-        frame = _frame()
         original = getattr(value, "read_from", None)
-        if frame is not None and frame.buffers is not None:
-            frame.buffers = [
-                entry for entry in frame.buffers if entry[0] is not self or entry[1] != name
-            ]
-            if original is not None:
-                frame.buffers.append((self, name, value))
         if original is not None:
             value = original  # the cast that was read is put back, as ``functional_call`` does
-        elif frame is not None and isinstance(value, Tensor) and value.dtype in FLOATS:
+        elif isinstance(value, Tensor) and value.dtype in FLOATS and _frame() is not None:
             old = dict.get(self, name)
             if old is not None and old.dtype in FLOATS:
                 value = cast(value, old.dtype)  # ``self.mean = new``: it keeps its own dtype
         dict.__setitem__(self, name, value)
-
-    def write_back(self, name: str, handed_out: Tensor) -> None:
-        """Bring into the buffer what a region wrote to the cast it was given."""
-        buffer = dict.get(self, name)
-        if buffer is None:
-            return
-        if not is_dynamo_compiling():
-            # Whether it was written cannot be told from ``_version``: ``.data``, batch_norm and
-            # compiled code do not move it. A transform refuses to write what it did not wrap.
-            if in_functorch() and not handed_out._version:
-                return
-            if 0 in buffer.stride() and buffer.numel() > 1:
-                return  # an expanded buffer, which nobody can write to
-        with torch.no_grad():
-            # Untouched elements keep their very bits: a cast to fewer digits must not round them.
-            same = handed_out == cast(buffer, handed_out.dtype)
-            # ``.data``: like batch_norm's own writing, it must not invalidate saved tensors.
-            # Export does not see through ``.data``, and keeps no tensors for a backward.
-            target = buffer if is_exporting() and not is_dynamo_compiling() else buffer.data
-            target.copy_(torch.where(same, buffer, cast(handed_out, buffer.dtype)))
 
 
 def views(module: nn.Module) -> Iterator[ParameterView]:

@@ -62,6 +62,12 @@ def in_recomputation() -> bool:
     return False
 
 
+def run_by_dynamo() -> bool:
+    """Whether dynamo runs this for real while it compiles, as it does to answer ``hasattr``."""
+    context = getattr(sys.modules.get("torch._guards"), "CompileContext", None)
+    return context is not None and context.try_get() is not None and not is_exporting()
+
+
 #: Whether ``nn.TransformerEncoderLayer`` gives up its fast path, which calls no child, where a
 #: child has hooks. torch 2.4 does not.
 FAST_PATH_SEES_HOOKS = "_forward_hooks" in _names(torch.nn.TransformerEncoderLayer.forward.__code__)

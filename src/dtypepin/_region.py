@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dtypepin._buffers import BufferCast
 from dtypepin._cast import CASTS, FLOATS, cast, map_changed, map_tensors, short
 from dtypepin._errors import PinError
 from dtypepin._private import any_autocast_enabled, is_exporting
 
 if TYPE_CHECKING:
-    from dtypepin._params import BufferView, ParameterView
+    from dtypepin._params import ParameterView
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -67,7 +68,7 @@ class Frame:
         dtype: parameters and buffers read as this dtype; None for the dtype they had unpinned.
         restore: dtype of floating outputs; None leaves them alone.
         device: device type on which autocast was on and is switched on again; None for none.
-        buffers: buffers that were handed out in another dtype, to be written back.
+        buffers: buffers that were first read in another dtype here, to be written back.
         displaced: parameters that were replaced by plain tensors, to be put back.
     """
 
@@ -86,7 +87,7 @@ class Frame:
         self.dtype = dtype
         self.restore = restore
         self.device = device
-        self.buffers: list[tuple[BufferView, str, Tensor]] | None = None
+        self.buffers: list[BufferCast] | None = None
         self.displaced: list[tuple[ParameterView, str, nn.Parameter]] | None = None
 
 
@@ -191,6 +192,9 @@ def enter(
                     "export outside of autocast, or take the pin off first"
                 )
             device = kind
+    if frames and frames[-1].dtype is not dtype:
+        for known in _casts_of(frames):
+            known.write_back()  # read in this dtype, it is another cast
     frame = Frame(rule, owner, dtype, restore, device)
     frames.append(frame)
     if device is not None:
@@ -222,8 +226,11 @@ def leave(frame: Frame, output: Any) -> Any:
         pass
     try:
         if frame.buffers is not None:
-            for view, name, handed_out in frame.buffers:
-                view.write_back(name, handed_out)
+            for known in frame.buffers:
+                known.write_back()
+        if frames and frames[-1].dtype is not frame.dtype:
+            for known in _casts_of(frames):
+                known.refresh()
         if frame.displaced is not None:
             for parameters, name, parameter in reversed(frame.displaced):
                 parameters.put_back(name, parameter)
@@ -288,6 +295,16 @@ def where(rule: Rule) -> str:
     """``module 'blocks.0.norm'``, with the method where it is not forward."""
     name = f"module {rule.name!r}" if rule.name else "the root module"
     return name if rule.method == "forward" else f"{name}, method {rule.method!r}"
+
+
+def _casts_of(frames: list[Frame]) -> list[BufferCast]:
+    """Buffers read in another dtype in the innermost regions, as far out as they share one."""
+    found: list[BufferCast] = []
+    for frame in reversed(frames):
+        if frame.dtype is not frames[-1].dtype:
+            break
+        found += frame.buffers or ()
+    return found
 
 
 def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
