@@ -188,3 +188,14 @@ def test_what_a_subclass_carries_besides_comes_along(kind):
     new = map_tensors(value, torch.Tensor.double)
     assert new is not value
     assert new.extra == "kept"
+
+
+def test_a_shared_container_is_walked_once_and_stays_shared():
+    value = [torch.ones(1)]
+    for _ in range(40):  # 2**40 paths
+        value = [value, value]
+    new = map_tensors(value, torch.Tensor.half)
+    assert new[0] is new[1]
+    while isinstance(new, list):
+        new = new[0]
+    assert new.dtype is torch.half

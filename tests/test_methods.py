@@ -1,5 +1,6 @@
 """Methods other than forward. N4 of the cases."""
 
+import functools
 import inspect
 
 import pytest
@@ -103,3 +104,37 @@ def test_an_attribute_is_not_lost_when_the_method_raises():
     with dtypepin.apply(m, "^$", methods_to_override="encode"), pytest.raises(TypeError):
         m.encode()
     assert m.encode(x().float()).dtype is F32
+
+
+def test_what_a_wrapper_cannot_stand_for_is_refused():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Coder()
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def __getitem__(self, x):
+            return x
+
+        @property
+        def encoder(self):
+            return self.inner.encode
+
+    for wrong in ("encode", "encoder", "__getitem__", "__call__"):
+        with pytest.raises(PinError, match=f"methods_to_override: got '{wrong}'"):
+            dtypepin.apply(Odd(), "^$", methods_to_override=wrong)
+
+
+def test_a_partial_method():
+    class Partial(Coder):
+        twice = functools.partialmethod(Coder.encode, scale=2.0)
+
+    m = Partial()
+    with dtypepin.apply(m, "^$", methods_to_override="twice", output="keep"):
+        assert m.twice(x()).dtype is F32
+    assert "twice" not in m.__dict__

@@ -427,3 +427,59 @@ def test_statistics_saved_for_backward_elsewhere_may_be_written_in_a_region():
         m(x).sum().backward()  # batch_norm's own writing does not invalidate it either
     assert x.grad is not None
     assert m.norm.running_var.tolist() != [1.0, 1.0]
+
+
+def test_an_embedding_that_rescales_its_weight_is_cast_for_no_call():
+    m = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0)).bfloat16()
+    for pattern in ("^0$", "^$"):
+        with pytest.raises(PinError, match=r"'0' \(Embedding\) has max_norm"):
+            dtypepin.apply(m, pattern)
+    with torch.no_grad():
+        m[0].weight.fill_(10)
+    dtypepin.apply(m, "^0$", override_parameters=True)
+    m(torch.arange(4))
+    assert torch.allclose(m[0].weight.norm(dim=1), torch.ones(4))
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(F32, BF16), (BF16, F32)])
+def test_a_model_on_meta_that_is_materialised_while_it_is_stored(wide, narrow):
+    with torch.device("meta"):
+        m = nn.Sequential(nn.Linear(2, 2, dtype=wide))
+    pins = dtypepin.apply(m, "0", dtype=narrow, override_parameters=True)
+    m.to_empty(device="cpu")
+    nn.init.ones_(m[0].weight)
+    pins.remove()
+    assert m[0].weight.dtype is wide
+    assert m[0].weight.unique().tolist() == [1]
+
+
+def test_shared_memory_stays_shared_memory():
+    m = nn.Linear(2, 2).bfloat16().share_memory()
+    with dtypepin.apply(m, "^$", override_parameters=True):
+        assert m.weight.is_shared()
+    assert m.weight.is_shared()
+
+
+def test_a_parametrization_that_came_later_does_not_keep_a_weight_stored():
+    m = nn.Sequential(nn.Linear(2, 2)).bfloat16()
+    pins = dtypepin.apply(m, "0", override_parameters=True)
+    nn.utils.parametrize.register_parametrization(m[0], "weight", nn.Identity())
+    assert m(torch.ones(1, 2, dtype=BF16)).dtype is BF16
+    pins.remove()
+    assert {value.dtype for value in m.parameters()} == {BF16}
+
+
+def test_views_of_one_piece_of_memory_are_not_stored_apart():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("whole", torch.zeros(4, dtype=BF16))
+            self.a, self.b = nn.Parameter(self.whole[:2]), nn.Parameter(self.whole[2:])
+
+    with pytest.raises(PinError, match=r"'(whole|a)' is the same memory as '(whole|a)', as a view"):
+        dtypepin.apply(Flat(), "^$", override_parameters=True)
+    # Neighbours in one piece of memory, as loaders hand them out, share nothing.
+    m = Flat()
+    del m.whole
+    with dtypepin.apply(m, "^$", override_parameters=True):
+        assert m.a.dtype is m.b.dtype is F32

@@ -413,3 +413,116 @@ def test_unpin_takes_everything_off_whoever_made_it():
     pins.remove()
     assert picture(m) == before
     assert dtypepin.unpin(m) == 0
+
+
+@pytest.mark.parametrize("method", ["forward", "encode"])
+@pytest.mark.parametrize("where", ["inside", "other thread"])
+@pytest.mark.parametrize("override", [False, True])
+def test_a_call_that_is_running_while_its_pin_is_removed_ends_as_it_began(where, override, method):
+    class Removes(Net):
+        def forward(self, x, depth=1):
+            if where == "inside":
+                pins.remove()
+            else:
+                worker = threading.Thread(target=pins.remove)
+                worker.start()
+                worker.join()
+            seen.append((x.dtype, self.lin.weight.dtype))
+            return self(x, depth - 1) if depth else self.lin(x)
+
+        encode = forward
+
+    m, seen = Removes().bfloat16(), []
+    before = picture(m)
+    pins = dtypepin.apply(m, "", override_parameters=override, methods_to_override=method)
+    call = m if method == "forward" else m.encode
+    with torch.autocast("cpu", F16):
+        assert call(x()).dtype is BF16
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [(F32, F32)] * 2
+    assert not any(pin.active for pin in pins)
+    assert picture(m) == before
+    assert m.lin(x()).dtype is BF16
+
+
+def test_a_removed_pin_of_a_call_that_ctrl_c_ended_goes_at_the_next_chance():
+    class Stops(Net):
+        def forward(self, x):
+            pins.remove()
+            raise KeyboardInterrupt
+
+    m = Stops().bfloat16()
+    before = picture(m)
+    pins = dtypepin.apply(m, "^$")
+    with pytest.raises(KeyboardInterrupt):
+        m(x())
+    assert dtypepin.unpin(m) == 0
+    assert picture(m) == before
+
+
+@pytest.mark.parametrize("method", ["forward", "encode"])
+def test_a_pin_that_was_removed_while_it_runs_can_be_applied_again(method):
+    class Replaces(Net):
+        def forward(self, x):
+            pins.remove()
+            again.append(dtypepin.apply(self, "^$", methods_to_override=method))
+            return self.lin(x)
+
+        encode = forward
+
+    m, again = Replaces().bfloat16(), []
+    before = picture(m)
+    pins = dtypepin.apply(m, "^$", methods_to_override=method)
+    assert (m if method == "forward" else m.encode)(x()).dtype is BF16
+    assert again[0][0].active
+    again[0].remove()
+    assert picture(m) == before
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_ran_out_of_memory_can_be_tried_again(grad, monkeypatch):
+    m = Net().bfloat16().eval()
+    if grad:
+        m.norm(x()).sum().backward()
+        m.lin(x()).sum().backward()
+    before, grads = picture(m), [value.grad for value in m.parameters()]
+    wanted = F32
+
+    def fails(tensor, dtype):
+        last = tensor is m.norm.bias.grad if grad else tensor.shape == (4, 4)
+        if dtype is wanted and last:
+            raise torch.OutOfMemoryError("no")
+        return tensor.to(dtype)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dtypepin._params, "cast", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            dtypepin.apply(m, "", override_parameters=True)
+    assert picture(m) == before
+    for value, old in zip(m.parameters(), grads, strict=True):
+        assert (value.grad is None) == (old is None)
+        assert old is None or (value.grad.dtype is BF16 and torch.equal(value.grad, old))
+
+    pins = dtypepin.apply(m, "", override_parameters=True)
+    wanted = BF16
+    with monkeypatch.context() as patched:
+        patched.setattr(dtypepin._params, "cast", fails)
+        with pytest.raises(PinError, match="no"):
+            pins.remove()
+    assert m(x()).dtype is BF16  # still pinned
+    assert any(pin.active for pin in pins)
+    pins.remove()
+    assert picture(m) == before
+    assert not any(pin.active for pin in pins)
+
+
+def test_blocks_of_disabled_pins_end_in_any_order():
+    m = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+    pins = dtypepin.apply(m, "0", output="keep")
+    first, second = pins.disabled(), pins.disabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert m(x()).dtype is BF16
+    second.__exit__(None, None, None)
+    assert m(x()).dtype is F32

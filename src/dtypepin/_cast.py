@@ -88,7 +88,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def map_changed(
     value: Any,
     function: Callable[[Tensor], Tensor],
-    done: dict[int, Tensor],
+    done: dict[int, Any],
     above: list[Any],
 ) -> Any:
     """What ``map_tensors`` returns, or None where nothing changed.
@@ -115,8 +115,11 @@ def map_changed(
         }
     else:
         return None
-    if not is_dynamo_compiling() and any(value is outer for outer in above):
-        return None  # a container that holds itself
+    if not is_dynamo_compiling():
+        if any(value is outer for outer in above):
+            return None  # a container that holds itself
+        if id(value) in done:
+            return done[id(value)]  # one that is shared is walked once, and stays shared
     above.append(value)
     changed: dict[Any, Any] = {}
     for key, item in items.items():
@@ -124,7 +127,10 @@ def map_changed(
         if new is not None:
             changed[key] = new
     above.pop()
-    return _rebuild(value, items, changed) if changed else None
+    rebuilt = _rebuild(value, items, changed) if changed else None
+    if not is_dynamo_compiling():
+        done[id(value)] = rebuilt
+    return rebuilt
 
 
 def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple, overload
 
 import torch
@@ -120,13 +121,14 @@ class PinHandle:
 
     def _remove(self) -> list[Tensor]:
         module, pin = self._module(), self._pin
-        removed, self._removed = self._removed, True
-        if removed or module is None or not _stands(module, pin):
-            return []
-        pin.holders -= 1
-        if pin.holders > 0:
-            return []
-        return remove(module, pin, [p for p in (ref() for ref in self._parents) if p is not None])
+        changed: list[Tensor] = []
+        if not self._removed and module is not None and _stands(module, pin):
+            if pin.holders <= 1:
+                parents = [ref() for ref in self._parents]
+                changed = remove(module, pin, [p for p in parents if p is not None])
+            pin.holders -= 1
+        self._removed = True  # not before: what failed can be tried again
+        return changed
 
     def row(self) -> Row:
         """This pin as a line of the table."""
@@ -186,11 +188,14 @@ class PinHandles(Sequence[PinHandle]):
     def remove(self) -> None:
         """Take all these pins off again, exactly; a second time does nothing.
 
-        Hooks, the modules' ``__dict__`` and parameter dtypes and bits are what they were.
+        Hooks, the modules' ``__dict__`` and parameter dtypes and bits are what they were. A call
+        that is running meanwhile, here or in another thread, ends as it began; its module's pin
+        goes when it ends.
         Parameters that were trained meanwhile keep what they learned, in their old dtype.
 
         Raises:
-            PinError: some could not be removed; all others were.
+            PinError: some could not be removed, for one because memory ran out; all others were.
+                They still stand, and can be removed again.
 
         Warns:
             PinWarning: stored parameters were wrapped with DDP or sharded meanwhile. Under DDP
@@ -268,14 +273,16 @@ class PinHandles(Sequence[PinHandle]):
 
 
 def remove(module: nn.Module, pin: Pin, parents: Sequence[nn.Module] = ()) -> list[Tensor]:
-    """Take one pin off a module, exactly; the tensors that got another dtype come back."""
-    try:
-        _hooks.detach(module, pin)
-    finally:
-        try:
-            changed = _params.release(module, pin)
-        finally:
-            _params.uncover([*module.modules(), *parents], pin)
+    """Take one pin off a module, exactly; the tensors that got another dtype come back.
+
+    A call that is running at this moment ends as it began, and takes the pin off when it ends.
+    """
+    if _region.is_entered(pin):
+        _hooks.retire(module, pin, partial(remove, module, pin, parents))
+        return []
+    changed = _params.release(module, pin)  # first: this alone can fail, and be tried again
+    _hooks.detach(module, pin)
+    _params.uncover([*module.modules(), *parents], pin)
     return changed
 
 

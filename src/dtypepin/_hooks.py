@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -133,12 +134,23 @@ class PinnedMethod:
                 del self.module.__dict__[self.name]
 
 
+def can_wrap(module: nn.Module, name: str) -> bool:
+    """Whether a module has a method of this name that its ``__dict__`` can override.
+
+    Not a child, not a property, and not what only ``__getattr__`` hands on from elsewhere.
+    """
+    found = inspect.getattr_static(module, name, None)
+    if found is None or hasattr(type(found), "__set__"):
+        return False
+    return callable(getattr(module, name))
+
+
 def on(module: nn.Module) -> Iterator[Pin]:
     """All pins that stand on a module, oldest first for each method."""
     # After a deep copy or unpickling, ``hook.__self__`` is the copy's own pin.
     for hook in list(module._forward_pre_hooks.values()):
         pin = getattr(hook, "__self__", None)
-        if isinstance(pin, Pin):
+        if isinstance(pin, Pin) and pin.leaving is None:
             yield pin
     for wrapper in _wrappers(module):
         yield from list(wrapper.pins)
@@ -190,11 +202,19 @@ def detach(module: nn.Module, pin: Pin) -> None:
     """Take a pin off its method; the one before it counts again."""
     for handle in pin.handles:
         handle.remove()
-    pin.handles = ()
+    pin.handles, pin.active = (), False
     for wrapper in _wrappers(module):
         wrapper.pins = [here for here in wrapper.pins if here is not pin]
         if not wrapper.pins:
             wrapper.restore()
+    _choose(module, pin.method)
+
+
+def retire(module: nn.Module, pin: Pin, leaving: Callable[[], object]) -> None:
+    """Let a pin count no more, but leave the hook that ends the calls which are running."""
+    if pin.method != "forward":
+        detach(module, pin)  # a wrapper ends its calls by itself
+    pin.active, pin.leaving = False, leaving
     _choose(module, pin.method)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtypepin._buffers import BufferCast
@@ -224,13 +225,22 @@ def release(module: nn.Module, rule: Rule) -> list[Tensor]:
     for view in views(module):
         for name, stored in list(view.stored.items()):
             stored.claims = [claim for claim in stored.claims if claim[0] is not rule]
-            value = dict.get(view, name)
+            value = _find(module, view, name)
             if value is not None and _settle(value, stored):
                 changed.append(value)
             if not stored.claims:
-                del view.stored[name]
+                del view.stored[name]  # not before: where memory ran out, it can be tried again
     _flatten(module)
     return changed
+
+
+def _find(module: nn.Module, view: ParameterView, name: str) -> Tensor | None:
+    """A stored tensor, also where ``register_parametrization`` has moved it since."""
+    value: Tensor | None = dict.get(view, name)
+    if value is None and parametrize.is_parametrized(module, name):
+        parametrization = getattr(module, "parametrizations")[name]  # noqa: B009
+        value = parametrization._parameters.get("original")
+    return value
 
 
 def drifted(module: nn.Module) -> Iterator[tuple[str, Tensor, Stored]]:
@@ -256,27 +266,32 @@ def _settle(tensor: Tensor, stored: Stored) -> bool:
         return False  # nothing to do, or cast by somebody since: theirs stays until ``check``
     if is_subclass(tensor):
         return True  # sharded since it was pinned: its owner needs it as it is
+    # All that can fail for want of memory comes before the first change.
     with torch.no_grad():
         value = tensor.detach()
         new = cast(value, target)
         backup = stored.backup
-        if backup is not None and backup.shape == value.shape:
+        if backup is not None and (backup.shape != value.shape or backup.is_meta):
+            backup = None  # the tensor was resized, or materialised by ``to_empty``
+        if backup is not None:
             backup = backup.to(value.device)
             rounded = cast(backup, value.dtype)
             untrained = (value == rounded) | (value.isnan() & rounded.isnan())
             new = torch.where(untrained, cast(backup, target), new)
         elif not _survives(value, target):
-            stored.backup = value  # its storage lives on here; the tensor gets a new one
-        # ``.data`` keeps the Parameter object: optimizers, ties and hooks hold on to it.
+            backup = value  # its storage lives on here; the tensor gets a new one
+        if value.device.type == "cpu" and value.is_shared():  # type: ignore[no-untyped-call]
+            new.share_memory_()  # type: ignore[no-untyped-call]
         grad = tensor.grad if tensor.is_leaf else None
+        new_grad = None if grad is None else cast(grad, target)
+        # ``.data`` keeps the Parameter object: optimizers, ties and hooks hold on to it.
         if grad is not None:
             tensor.grad = None  # a gradient of another dtype than its tensor is refused
         tensor.data = new
         if grad is not None:
-            tensor.grad = cast(grad, target)
+            tensor.grad = new_grad
     stored.settled = target
-    if target is stored.original:
-        stored.backup = None
+    stored.backup = None if target is stored.original else backup
     return True
 
 

@@ -103,13 +103,13 @@ class _Plan:
 
     def _having(self, method: str, chosen: list[Named]) -> list[tuple[Named, str]]:
         """The chosen modules that have this method; a method that none has is an error."""
-        if method == "__call__":
-            raise PinError("methods_to_override: got '__call__', expected 'forward' for the call")
-        having = [
-            (found, method)
-            for found in chosen
-            if callable(getattr(found.module, method, None)) and method not in found.module._modules
-        ]
+        if method.startswith("__") and method.endswith("__"):
+            raise PinError(
+                f"methods_to_override: got {method!r}, which Python looks up on the class, where "
+                "no wrapper of one module can stand; expected 'forward' for the call of a module, "
+                "or an ordinary method"
+            )
+        having = [(found, method) for found in chosen if _hooks.can_wrap(found.module, method)]
         if not having:
             example = chosen[0]
             raise PinError(
@@ -416,6 +416,7 @@ def unpin(model: nn.Module) -> int:
     Warns:
         PinWarning: as :meth:`PinHandles.remove` does.
     """
+    _region.current()  # discards what a Ctrl-C may have left
     modules = list(model.modules())
     removed = 0
     changed: list[Tensor] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,13 @@ def _reason(
             f"keeps its own list of its weights, which cannot be cast to {short(dtype)} for the "
             "call; pin that module itself with override_parameters=True"
         )
+    if getattr(part, "max_norm", None) is not None and isinstance(
+        part, (nn.Embedding, nn.EmbeddingBag)
+    ):
+        return (
+            "has max_norm, which rescales its stored weight in place; that would be lost in a cast "
+            "for the call. Pin that module itself with override_parameters=True"
+        )
     if _computes_weight_in_a_hook(part):
         return (
             f"computes its weight in a hook outside the pinned region, not in {short(dtype)}; "
@@ -129,37 +137,26 @@ def _check_storing(
     model: nn.Module, chosen: list[Named], everything: list[Named], dtype: torch.dtype
 ) -> None:
     """Refuse to change the dtype of a tensor that somebody else counts on."""
-    to_store: dict[int, tuple[str, str]] = {}
-    storages: dict[int | None, tuple[str, str]] = {}
-    for found in chosen:
-        for name, value in own_floats(found.module):
-            if value.dtype is not dtype:
-                to_store[id(value)] = (found.names[0], name)
-                storage = _storage(value)
-                if storage is not None:
-                    storages[storage] = (found.names[0], name)
-    if not to_store:
-        return
     ids = {id(found.module) for found in chosen}
+    to_store: dict[int, tuple[str, str]] = {}
+    spans: list[_Span] = []
     for found in everything:
+        selected = id(found.module) in ids
         for name, value in own_floats(found.module):
-            if id(found.module) in ids:
-                owner = _owner(value) if value.dtype is not dtype else None
+            if selected and value.dtype is not dtype:
+                to_store[id(value)] = (found.names[0], name)
+                owner = _owner(value)
                 if owner:
                     raise PinError(
                         f"override_parameters=True: {_dotted(found.names[0], name)} {owner}; "
                         "pin before wrapping or sharding the model, or leave "
                         "override_parameters off (the parameter is cast for the call)"
                     )
-                continue
-            tied = to_store.get(id(value)) or storages.get(_storage(value))
-            if tied:
-                raise PinError(
-                    f"override_parameters=True: {_dotted(*tied)} is the same memory as "
-                    f"{_dotted(found.names[0], name)}, which is not selected and would change "
-                    "dtype too; leave override_parameters off (the tie is kept, the parameter is "
-                    "cast for the call), or select both modules"
-                )
+            start, end = _memory(value)
+            spans.append(_Span(start, end, id(value), selected, _dotted(found.names[0], name)))
+    if not to_store:
+        return
+    _check_memory(spans, set(to_store))
     _check_ddp(to_store)
     fsdp = [m for m in model.modules() if any(k.__name__ == "FSDPModule" for k in type(m).__mro__)]
     for module in fsdp:
@@ -220,11 +217,44 @@ def _owner(value: Tensor) -> str | None:
     return None
 
 
-def _storage(value: Tensor) -> int | None:
-    """The address of a tensor's memory; None where it has none of its own."""
-    if is_lazy(value) or value.device.type == "meta" or is_subclass(value):
-        return None
-    return value.untyped_storage().data_ptr() or None
+class _Span(NamedTuple):
+    """The memory that a parameter or buffer lies in."""
+
+    start: int
+    end: int
+    tensor: int
+    selected: bool
+    name: str
+
+
+def _memory(value: Tensor) -> tuple[int, int]:
+    """From which address to which a tensor lies, in bytes; its ``id`` where it has no memory."""
+    if is_lazy(value) or value.device.type == "meta" or is_subclass(value) or not value.numel():
+        return -id(value), -id(value) + 1
+    steps = sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return value.data_ptr(), value.data_ptr() + (steps + 1) * value.element_size()
+
+
+def _check_memory(spans: list[_Span], to_store: set[int]) -> None:
+    """Refuse to take a tensor out of memory that it shares with another one."""
+    last: _Span | None = None
+    for span in sorted(spans):
+        if last is not None and span.start < last.end:
+            same = span.tensor == last.tensor
+            stored, other = (span, last) if span.tensor in to_store else (last, span)
+            if same:
+                stored, other = (span, last) if span.selected else (last, span)
+            if stored.tensor in to_store and not (same and other.selected):
+                raise PinError(
+                    f"override_parameters=True: {stored.name} is the same memory as {other.name}, "
+                    + ("which is not selected and would change dtype too" if same else "as a view")
+                    + "; leave override_parameters off (the tie is kept, the parameter is cast for "
+                    + ("the call), or select both modules" if same else "the call)")
+                )
+        if last is None or span.end > last.end:
+            last = span
 
 
 def _computes_weight_in_a_hook(module: nn.Module) -> bool:

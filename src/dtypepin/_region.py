@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +39,10 @@ class Rule:
         method: ``"forward"`` or the name of the pinned method.
         active: False while a later pin on the same method counts instead.
         ran: whether a region of this pin was entered at all.
+        leaving: what takes the pin off, once the calls that are running have ended.
     """
+
+    leaving: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -91,10 +94,15 @@ class Frame:
         self.displaced: list[tuple[ParameterView, str, nn.Parameter]] | None = None
 
 
+#: The frames of every thread, by its identifier.
+_frames_of_threads: dict[int, list[Frame]] = {}
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.disabled: list[Rule] = []
+        self.disabled: list[frozenset[Rule]] = []
+        _frames_of_threads[threading.get_ident()] = self.frames
 
 
 #: Kinds of devices without autocast, for which ``torch.is_autocast_enabled`` is an error.
@@ -117,14 +125,33 @@ def is_alive(frame: Frame) -> bool:
     return frame.owner is None or is_running(frame.owner)
 
 
-def is_running(owner: FrameType) -> bool:
-    """Whether a Python frame is on the stack of this thread."""
-    running: FrameType | None = sys._getframe(1)
+def is_running(owner: FrameType, top: FrameType | None = None) -> bool:
+    """Whether a Python frame is on the stack of this thread, or below the top of another's."""
+    running: FrameType | None = top or sys._getframe(1)
     while running is not None:
         if running is owner:
             return True
         running = running.f_back
     return False
+
+
+def is_entered(rule: Rule) -> bool:
+    """Whether a call in a region of this rule is running, in any thread."""
+    for thread_id, frames in list(_frames_of_threads.items()):
+        owners = [frame.owner for frame in list(frames) if frame.rule is rule]
+        if owners:
+            top = sys._current_frames().get(thread_id)  # None: the thread is gone
+            if top and any(owner is None or is_running(owner, top) for owner in owners):
+                return True
+    return False
+
+
+def _let_go(rule: Rule) -> None:
+    """Take a pin off that was removed while it was running, after its last call."""
+    leaving = rule.leaving
+    if leaving is not None and not is_entered(rule):
+        rule.leaving = None
+        leaving()
 
 
 def current() -> Frame | None:
@@ -133,7 +160,9 @@ def current() -> Frame | None:
     while frames:
         if is_alive(frames[-1]):
             return frames[-1]
-        frames.pop()  # discarded, never restored from: it may be long after
+        stale = frames.pop()  # discarded, never restored from: it may be long after
+        if stale.rule.leaving is not None:
+            _let_go(stale.rule)
     return None
 
 
@@ -162,7 +191,7 @@ def enter(
         current()
     if not rule.active:
         return None
-    if state.disabled and any(rule is off for off in state.disabled):
+    if state.disabled and any(rule in block for block in state.disabled):
         if not frames:  # inside another pin's region that one counts
             frames.append(Frame(rule, owner, None, None, None))
         return None
@@ -244,6 +273,8 @@ def leave(frame: Frame, output: Any) -> Any:
     finally:
         if frame.device is not None:
             torch.set_autocast_enabled(frame.device, True)
+        if frame.rule.leaving is not None:
+            _let_go(frame.rule)
 
 
 def find(rule: Rule, caller: FrameType | None) -> Frame | None:
@@ -263,12 +294,13 @@ def find(rule: Rule, caller: FrameType | None) -> Frame | None:
 @contextmanager
 def disabled(rules: list[Rule]) -> Iterator[None]:
     """Switch rules off for a block, in this thread."""
-    before = thread.disabled
-    thread.disabled = [*before, *rules]
+    # Blocks may end in another order than they began, as coroutines do, and in another thread.
+    blocks, block = thread.disabled, frozenset(rules)
+    blocks.append(block)
     try:
         yield
     finally:
-        thread.disabled = before
+        blocks.remove(block)
 
 
 def note(rule: Rule, args: Args, kwargs: Kwargs) -> str:
