@@ -196,3 +196,20 @@ def test_select_changes_nothing():
     assert found[0].parameters == "stored"
     assert {name: dict(part.__dict__) for name, part in m.named_modules()} == before
     assert m[0].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"class_patterns": nn.LayerNorm}, "class_patterns='LayerNorm'"),
+        ({"patterns": "*.norm"}, r"a glob's '\*' is '\.\*' in a regex"),
+        ({"patterns": r"^_orig_mod\.1$"}, "without the prefix '_orig_mod' of wrappers"),
+        ({"patterns": "module.1"}, "without the prefix 'module' of wrappers"),
+        ({"patterns": "head"}, r"the root alone, whose name is '' \(pattern '\^\$'\)"),
+    ],
+)
+def test_an_error_says_what_was_meant(arguments, hint):
+    alone = arguments.get("patterns") == "head"
+    model = nn.Linear(2, 2) if alone else nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    with pytest.raises(PinError, match=hint):
+        dtypepin.apply(model, **arguments)

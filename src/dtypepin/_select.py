@@ -185,12 +185,14 @@ def _compile(patterns: object, argument: str) -> list[re.Pattern[str]]:
             raise PinError(
                 f"{argument}: got {pattern!r}, expected a regular expression (str or re.Pattern) "
                 "or a list of them"
+                + (f"; class_patterns={pattern.__name__!r}" if isinstance(pattern, type) else "")
             )
         try:
             found.append(re.compile(pattern))
         except re.error as error:
+            hint = "; a glob's '*' is '.*' in a regex" if str(pattern).startswith("*") else ""
             raise PinError(
-                f"{argument}: {pattern!r} is not a regular expression: {error}"
+                f"{argument}: {pattern!r} is not a regular expression: {error}{hint}"
             ) from error
     return found
 
@@ -205,6 +207,10 @@ def _near_misses(pattern: re.Pattern[str], argument: str, modules: list[Named]) 
         own, other, other_is, use = names, classes, "a class", "class_patterns"
     else:
         own, other, other_is, use = classes, names, "a module name", "patterns"
+    plain = pattern.pattern.replace("\\", "")
+    prefix = next((p for p in (*_WRAPPED, "module") if f"{p}." in plain), None)
+    if argument == "patterns" and prefix:
+        return f"{text}; names are without the prefix {prefix!r} of wrappers: leave it out"
     crossed = [name for name in other if pattern.search(name)]
     if crossed:
         return f"{text}, but {other_is} {crossed[0]!r} exists: use {use}={pattern.pattern!r}"
@@ -214,7 +220,7 @@ def _near_misses(pattern: re.Pattern[str], argument: str, modules: list[Named]) 
     crossed = _similar(pattern.pattern, other)
     if crossed:
         return f"{text}; {other_is} {crossed[0]!r} is near: use {use}= for those"
-    some = ", ".join(map(repr, own[:5])) or "the root alone"
+    some = ", ".join(map(repr, own[:5])) or "the root alone, whose name is '' (pattern '^$')"
     return f"{text}; there are: {some}{', ...' if len(own) > 5 else ''}"
 
 
