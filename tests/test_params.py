@@ -483,3 +483,31 @@ def test_views_of_one_piece_of_memory_are_not_stored_apart():
     del m.whole
     with dtypepin.apply(m, "^$", override_parameters=True):
         assert m.a.dtype is m.b.dtype is F32
+
+
+@pytest.mark.parametrize("pattern", ["^$", "0"])
+def test_weights_that_are_loaded_for_the_call_and_offloaded_after_it(pattern):
+    """What Accelerate's cpu_offload does, inside ``forward``, by way of ``_parameters``."""
+
+    class Offloaded(nn.Linear):
+        def load(self, device):
+            for name in list(self._parameters):
+                kind, old = type(self._parameters[name]), getattr(self, name)
+                value = kept[name] if device == "cpu" else old.to(device)
+                self._parameters[name] = kind(value.to(old.dtype), requires_grad=False)
+
+        def forward(self, x):
+            self.load("cpu")
+            out = super().forward(x)
+            self.load("meta")
+            return out
+
+    m, x = nn.Sequential(Offloaded(4, 4)).bfloat16(), torch.randn(2, 4, dtype=BF16)
+    kept = {name: value.detach().clone() for name, value in m[0].named_parameters()}
+    with dtypepin.apply(m, pattern):
+        for _ in range(2):
+            out = m(x)
+            expected = nn.functional.linear(x.float(), kept["weight"].float(), kept["bias"].float())
+            assert torch.equal(out, expected.bfloat16())
+    assert m[0].weight.dtype is BF16
+    assert m[0].weight.is_meta

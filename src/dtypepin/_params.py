@@ -1,13 +1,14 @@
 """Parameters and buffers: read as the pin's dtype inside a region, stored in it on request.
 
 While a module is pinned, ``module._parameters`` and ``module._buffers`` are dicts of the classes
-below. Looking a name up inside a region gives a cast; everything else (iteration, ``state_dict``,
-optimizers) sees the originals. Swapping the entries instead would not be thread-safe and would
+below. Reading an attribute inside a region gives a cast; everything else (iteration, optimizers,
+``state_dict``) sees the originals. Swapping the entries instead would not be thread-safe and would
 leave casts behind on Ctrl-C.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -62,9 +63,14 @@ class ParameterView(dict[str, Any]):
         if frames and value is not None:
             dtype = frames[-1].dtype
             if value.dtype is not dtype and value.dtype in FLOATS:
-                frame = frames[-1] if is_dynamo_compiling() else current()
-                if frame is not None:
-                    return self._read(name, value, frame)
+                if is_dynamo_compiling():
+                    return self._read(name, value, frames[-1])
+                # Only ``module.weight`` is a read. Whoever looks into ``_parameters`` itself, as
+                # offloading and ``functional_call`` do, is there for the Parameter.
+                if sys._getframe(1).f_code.co_name == "__getattr__":
+                    frame = current()
+                    if frame is not None:
+                        return self._read(name, value, frame)
         elif self.inherited and not is_dynamo_compiling() and in_recomputation():
             return self._recomputed(value)
         return value
@@ -84,13 +90,16 @@ class ParameterView(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         frame = _frame()
-        if frame is not None and not isinstance(value, nn.Parameter):
-            old = dict.get(self, name)
-            if isinstance(old, nn.Parameter):
+        old = dict.get(self, name)
+        if frame is not None and isinstance(old, nn.Parameter):
+            if not isinstance(value, nn.Parameter):
                 # ``functional_call`` in a pinned forward: it will put back the cast that it read.
                 if frame.displaced is None:
                     frame.displaced = []
                 frame.displaced.append((self, name, old))
+            elif value.dtype is frame.dtype and value is not old and old.dtype in FLOATS:
+                # Made from what was read here, as offloading does: it keeps its own dtype.
+                value.data = cast(value.data, old.dtype)
         dict.__setitem__(self, name, value)
 
     def put_back(self, name: str, parameter: nn.Parameter) -> None:
