@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+#: Every test that needs the hooks to be traced into one graph, and compiled code to be kept.
+fullgraph = pytest.mark.skipif(
+    TORCH < (2, 13), reason="measured on torch 2.13 and 2.14; 2.4 breaks the graph at a hook"
+)
 
 
 class Seen(nn.Module):

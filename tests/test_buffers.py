@@ -5,8 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import dtypepin
+from helpers import fullgraph
 
 BF16 = torch.bfloat16
+BACKENDS = [None, pytest.param("aot_eager", marks=fullgraph)]
 
 
 class Counter(nn.Module):
@@ -81,7 +83,7 @@ def run(model: nn.Module, backend: str | None) -> list[list[float]]:
     return [buffer.tolist() for buffer in model.buffers()]
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pins", [[("", "float32")], [("^$", "float32")], [("^$", "float64")]])
 @pytest.mark.parametrize(
     "kind",
@@ -94,7 +96,7 @@ def test_buffers_hold_what_they_hold_unpinned(kind, pins, backend):
     assert run(model, backend) == run(make(kind), None)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inner", ["bfloat16", "float64"])
 def test_an_inner_pin_of_another_dtype_writes_to_the_same_buffer(inner, backend):
     model = make(WritesToItsChild)

@@ -12,14 +12,9 @@ from torch import nn
 
 import dtypepin
 from dtypepin import pin_dtype
+from helpers import fullgraph
 
 BF16, F32 = torch.bfloat16, torch.float32
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-#: Every test that needs the hooks to be traced into one graph, and compiled code to be kept.
-fullgraph = pytest.mark.skipif(
-    TORCH < (2, 13), reason="measured on torch 2.13 and 2.14; 2.4 breaks the graph at a hook"
-)
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
 
 

@@ -137,3 +137,17 @@ def test_the_whole_encoder_pinned_is_the_float32_model(loaded):
     model, _, tokens = loaded
     with dtypepin.pin_dtype(model, "^encoder$", inputs="all"):
         assert error(embed(model, tokens, autocast=True), embed(model, tokens)) < 1e-6
+
+
+def test_an_audit_shows_that_layernorm_pins_have_no_effect_under_autocast(loaded):
+    model, _, tokens = loaded
+    with (
+        dtypepin.pin_dtype(model, class_patterns="LayerNorm|^BertOutput$", inputs="all"),
+        dtypepin.audit(model) as report,
+        torch.no_grad(),
+        torch.autocast("cpu", BF16),
+    ):
+        model(**tokens)
+    found = {(pin.class_name, pin.verdict) for pin in report.pins}
+    assert found == {("LayerNorm", "no effect"), ("BertOutput", "honoured")}
+    report.assert_honoured()

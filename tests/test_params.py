@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 import dtypepin
 from dtypepin import PinError, PinWarning
-from helpers import Seen
+from helpers import Seen, fullgraph
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.half, torch.float32, torch.float64
 
@@ -150,7 +150,7 @@ def test_what_a_forward_writes_to_buffers_arrives(stored, dtype):
     assert torch.equal(bits(m.cache)[m.cache.element_size() :], untouched[m.cache.element_size() :])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=fullgraph)])
 @pytest.mark.parametrize("how", ["in place", "data", "batch_norm"])
 def test_writes_that_move_no_version_arrive(how, compiled):
     class Writes(nn.Module):

@@ -1,16 +1,20 @@
 """Make chosen layers of a PyTorch model compute in a chosen precision, and undo it exactly."""
 
+from dtypepin._audit import audit
 from dtypepin._errors import PinError, PinWarning
 from dtypepin._handles import PinHandle, PinHandles
 from dtypepin._pin import Selection, apply, pin_dtype, select, unpin
+from dtypepin._report import AuditReport
 
 __all__ = [
+    "AuditReport",
     "PinError",
     "PinHandle",
     "PinHandles",
     "PinWarning",
     "Selection",
     "apply",
+    "audit",
     "pin_dtype",
     "select",
     "unpin",

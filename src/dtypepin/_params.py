@@ -252,6 +252,19 @@ def _find(module: nn.Module, view: ParameterView, name: str) -> Tensor | None:
     return value
 
 
+def stored_bytes(module: nn.Module) -> int:
+    """What it takes in addition to store a module's tensors as pins want them, backups included."""
+    total = 0
+    for view in views(module):
+        for name, stored in view.stored.items():
+            value = dict.get(view, name)
+            if value is not None:
+                total += value.numel() * (value.dtype.itemsize - stored.original.itemsize)
+            if stored.backup is not None:
+                total += stored.backup.numel() * stored.backup.dtype.itemsize
+    return total
+
+
 def drifted(module: nn.Module) -> Iterator[tuple[str, Tensor, Stored]]:
     """Stored tensors of a module that somebody has cast since."""
     for view in views(module):

@@ -49,10 +49,15 @@ def _names(code: CodeType) -> set[object]:
     return found.union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
 def in_recomputation() -> bool:
     """Whether ``torch.utils.checkpoint`` computes something again, in a backward of this thread."""
-    task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-    if task is None or task() == -1:
+    if not in_backward():
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -89,6 +94,26 @@ def renumber(handle: RemovableHandle, number: int) -> None:
             if first and len(found) > 1:
                 found.move_to_end(number, last=False)  # it was registered with prepend=True
     handle.id = number
+
+
+def register_global_forward_hook(hook: Callable[..., None]) -> Callable[[], None]:
+    """Call ``hook(module, args, kwargs, output)`` after every forward, until the result is called.
+
+    torch 2.4 does not hand out keyword arguments here: kwargs is empty there.
+    """
+    register = torch.nn.modules.module.register_module_forward_hook
+    try:
+        handle = register(hook, with_kwargs=True)
+    except TypeError:
+        handle = register(lambda module, args, output: hook(module, args, {}, output))
+    # Removal forgets one of torch's dicts, and compiled modules warn of global hooks from then on.
+    keywords = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
+
+    def remove() -> None:
+        handle.remove()
+        keywords.pop(handle.id, None)
+
+    return remove
 
 
 def forget_compiled() -> None:

@@ -1,0 +1,626 @@
+"""Recording what really runs, in which dtype, and judging every pin by it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtypepin import _hooks, _params, _region
+from dtypepin._cast import map_tensors, short
+from dtypepin._errors import PinError
+from dtypepin._hooks import Pin
+from dtypepin._private import in_backward, in_functorch, register_global_forward_hook
+from dtypepin._region import Rule
+from dtypepin._report import (
+    BAD_INPUT,
+    HONOURED,
+    NEVER_RAN,
+    NO_EFFECT,
+    PARTLY,
+    AuditReport,
+    ModuleRow,
+    PinRow,
+    by_severity,
+)
+from dtypepin._select import class_name, named
+
+#: Ops that move, make or compare data and compute nothing in it; views are told by their schema.
+_MOVES = frozenset(
+    """
+    _to_copy copy_ copy clone contiguous cat stack index_select gather embedding scatter scatter_
+    index index_put index_put_ _index_put_impl_ masked_fill masked_fill_ where select_scatter
+    slice_scatter constant_pad_nd empty_like zeros_like ones_like full_like rand_like randn_like
+    new_empty new_zeros new_ones new_full new_empty_strided fill_ zero_ bernoulli_ uniform_ normal_
+    random_ flip roll repeat _unsafe_view _reshape_copy isnan isinf isfinite eq ne lt gt le ge equal
+    item _local_scalar_dense is_nonzero lift_fresh lift_fresh_copy set_ resize_ tril triu tril_
+    triu_ sort topk argmax argsort detach
+    """.split()  # noqa: SIM905 (one word a line otherwise)
+)
+
+_ENTER, _LEAVE = _region.enter.__code__, _region.leave.__code__
+_READ = _params.ParameterView.__getitem__.__code__
+
+
+class _Quiet(threading.local):
+    on = False
+
+
+#: While on, no recorder of this thread records: an audit looks at values, or is nested in another.
+_quiet = _Quiet()
+
+
+class _Seen:
+    """What was seen of one pin.
+
+    Attributes:
+        module: the pinned module.
+        ran_before: whether the pin had run before the audit.
+        calls: calls of its method.
+        ops: which ops ran in its regions in which dtype.
+        without: dtypes of ops in it and its children without pins; None where not measured.
+        bytes: size of all casts that it made.
+        bad: calls with a non-finite value in the inputs and in the outputs.
+        cause: why it has not run, as far as can be told.
+    """
+
+    def __init__(self, module: nn.Module, pin: Pin) -> None:
+        self.module = module
+        self.ran_before = pin.ran
+        self.calls = 0
+        self.ops: dict[tuple[str, str], None] = {}
+        self.without: set[str] | None = None
+        self.bytes = 0
+        self.bad = 0
+        self.cause = ""
+        # What is looked for on the stack while the pin has not run.
+        self.codes: set[CodeType] = {
+            value.__code__
+            for kind in type(module).__mro__
+            if kind is not nn.Module and issubclass(kind, nn.Module)
+            for value in vars(kind).values()
+            if isinstance(value, FunctionType) and value.__code__.co_argcount
+        }
+
+
+class _Call:
+    """A module's call in progress; ``owner`` tells whether it still is."""
+
+    __slots__ = ("bad_in", "module", "owner", "result", "row", "start")
+
+    def __init__(self, module: nn.Module, row: ModuleRow | None, owner: FrameType) -> None:
+        self.module, self.row, self.owner = module, row, owner
+        self.bad_in = False
+        self.result = ""  # dtype of the output before a pin cast it back, if it was finite
+        self.start = 0.0
+
+
+class audit:
+    """Record, for a block, in which dtypes the modules of a model compute.
+
+    Ops are seen as they run, below autocast: this is what happened, not what was asked for. Ops of
+    the backward are out of scope; what a checkpoint computes again in it is counted apart. Only
+    the thread that enters the block is recorded. Compiled code runs eagerly in it.
+
+    To tell a pin that changes nothing, a copy of each pinned module, which shares its weights, runs
+    once more without pins on the same inputs; the model and the random numbers do not notice.
+
+    Example:
+        >>> import torch, dtypepin
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)).bfloat16()
+        >>> with dtypepin.pin_dtype(model, "1"), dtypepin.audit(model) as report:
+        ...     out = model(torch.zeros(2, 4, dtype=torch.bfloat16))
+        >>> report.pins[0].verdict
+        'honoured'
+        >>> report.modules[-1].compute
+        {'float32': 1}
+
+    Args:
+        model: the model; wrappers are seen through. Modules added inside the block are not seen.
+        timing: also measure the time in each module, disturbed by the measuring.
+        without_pins: False leaves out the extra runs; ``no effect`` is not told then.
+
+    Returns:
+        On entering, an :class:`AuditReport` that is complete after the block.
+
+    Raises:
+        PinError: ``model`` is no module, or it is compiled and torch is older than 2.6.
+
+    Limits:
+        The extra runs are left out where more than one process takes part, where a module cannot
+        be copied, and for pinned methods other than forward; a note in the report says so.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, timing: bool = False, without_pins: bool = True
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise PinError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+        self._arguments = (model, timing, without_pins)
+        self._entered: list[tuple[ExitStack, _Recorder]] = []
+
+    def __enter__(self) -> AuditReport:
+        recorder = _Recorder(*self._arguments)
+        with ExitStack() as stack:
+            stack.callback(recorder.finish)
+            if recorder.run_eagerly:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(warnings.catch_warnings())
+                # They fire once more, for torch.compile's wrapper, which is no module of the model.
+                warnings.filterwarnings("ignore", "(?s).*when there are global hooks on modules")
+            stack.enter_context(recorder.hooked)
+            recorder.hook()
+            stack.enter_context(recorder)
+            self._entered.append((stack.pop_all(), recorder))
+        return recorder.report
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stack, _ = self._entered.pop()
+        stack.__exit__(kind, error, trace)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every op below autograd and autocast, and knows the innermost module and region."""
+
+    def __init__(self, model: nn.Module, timing: bool, without_pins: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model, self.timing = model, timing
+        self.report = AuditReport()
+        self.rows = {f.module: ModuleRow(f.names[0], f.class_name) for f in named(model)}
+        self.pins: dict[Rule, _Seen] = {}
+        self.weights: dict[int, list[Rule]] = {}  # pins by the ``id`` of what a module owns
+        self.weightless: dict[int, list[Rule]] = {}  # those of modules that own nothing
+        self.codes: set[CodeType] = set()
+        self.calls: list[_Call] = []
+        self.hooked = ExitStack()
+        self.last_frame: _region.Frame | None = None
+        self.twins: dict[nn.Module, _Seen] | None = None  # while a copy runs without pins
+        self.twin_calls: list[nn.Module] = []
+        self.not_measured: dict[str, None] = {}
+        self.first_bad = ""
+        self.culprit: nn.Module | None = None  # where the first bad value came out
+        self.passed_on = False  # whether one had gone in there
+        self.thread = threading.get_ident()
+        self.compiled = any("_orig_mod" in part._modules for part in model.modules())
+        self.compiled |= any(part._compiled_call_impl is not None for part in self.rows)
+        if self.compiled and not hasattr(torch.compiler, "set_stance"):
+            raise PinError(
+                f"model: got a compiled one, which torch {torch.__version__} cannot run eagerly; "
+                "audit the model that was compiled, uncompiled, or with torch 2.6 or newer"
+            )
+        # Only where dynamo is loaded already: to import it costs seconds.
+        self.run_eagerly = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
+        many = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.alone = not many or torch.distributed.get_world_size() == 1
+        self.without_pins = without_pins and self.alone
+
+    # What is hooked: all modules by global hooks, since own ones would switch fast paths off.
+
+    def hook(self) -> None:
+        before = register_module_forward_pre_hook(self.enter_module)
+        self.hooked.callback(before.remove)
+        self.hooked.callback(register_global_forward_hook(self.leave_module))
+        for module in self.rows:
+            self.look_for_pins(module)
+
+    def look_for_pins(self, module: nn.Module) -> None:
+        """Also those that are made inside the block, at the next call of their module."""
+        for pin in _hooks.on(module):
+            if pin in self.pins or not pin.active:
+                continue
+            self.pins[pin] = _Seen(module, pin)
+            pin.ran = False
+            self.codes |= self.pins[pin].codes
+            floats = [value for _, value in _params.own_floats(module)]
+            for value in floats:
+                self.weights.setdefault(id(value), []).append(pin)
+            if not floats:
+                self.weightless.setdefault(id(module), []).append(pin)
+            if pin.method == "forward":
+                before = module.register_forward_pre_hook(
+                    self.before_pin, with_kwargs=True, prepend=True
+                )
+                self.hooked.callback(before.remove)
+                self.hooked.callback(module.register_forward_hook(self.after_pin).remove)
+
+    # Modules.
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        if self.twins is not None and not _quiet.on:
+            self.twin_calls.append(module)
+            if module in self.twins and self.twins[module].without is None:
+                self.twins[module].without = set()
+        if self.elsewhere():
+            return
+        self.drop_stale()
+        row = self.rows.get(module)
+        call = _Call(module, row, sys._getframe(1))
+        self.calls.append(call)
+        self.compiled |= "_orig_mod" in module._modules
+        if row is None:
+            return
+        self.look_for_pins(module)
+        if not row.calls and not row.recomputed:
+            self.report.modules.append(row)
+        if in_backward():
+            row.recomputed += 1
+        else:
+            row.calls += 1
+        self.look_at_inputs(call, args)
+        call.start = time.perf_counter()
+
+    def before_pin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The arguments of a pinned module, keywords too, before its pin casts them."""
+        if self.elsewhere() or not self.calls or self.calls[-1].module is not module:
+            return
+        self.look_at_inputs(self.calls[-1], kwargs)
+        pin = _hooks.top(module, "forward")
+        if pin is None or pin not in self.pins:
+            return
+        seen = self.pins[pin]
+        if any(pin in block for block in _region.thread.disabled):
+            seen.cause = "switched off by disabled()"
+            return
+        seen.calls += 1
+        measure = self.without_pins and seen.without is None and not in_backward()
+        if measure and _region.current() is None:  # inside another pin's region, that one measures
+            self.run_without(module, args, kwargs)
+
+    def leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.twins is not None and self.twin_calls:
+            self.twin_calls.pop()
+        if self.elsewhere():
+            return
+        self.drop_stale()
+        if not self.calls or self.calls[-1].module is not module:
+            return
+        call = self.calls[-1]
+        row = call.row
+        if row is None:
+            self.calls.pop()
+            return
+        if self.timing:
+            row.seconds = (row.seconds or 0.0) + time.perf_counter() - call.start
+        if any(pin.method == "forward" for pin in _hooks.on(module)):
+            # Global hooks come first: the pin has not cast the output back yet.
+            call.result = ", ".join(_dtypes(output)) if _finite(output) else ""
+            return
+        self.look_at_inputs(call, kwargs)
+        self.look_at_output(call, output)
+
+    def after_pin(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The output of a pinned module after its pin has cast it back."""
+        if not self.elsewhere() and self.calls and self.calls[-1].module is module:
+            self.look_at_output(self.calls[-1], output)
+
+    def look_at_inputs(self, call: _Call, values: Any) -> None:
+        row = call.row
+        assert row is not None
+        row.dtype_in += [dtype for dtype in _dtypes(values) if dtype not in row.dtype_in]
+        if not call.bad_in and not _finite(values):
+            call.bad_in = True
+            row.nonfinite_in += 1
+
+    def look_at_output(self, call: _Call, output: Any) -> None:
+        row = call.row
+        assert row is not None
+        self.calls.pop()
+        row.dtype_out += [dtype for dtype in _dtypes(output) if dtype not in row.dtype_out]
+        if _finite(output):
+            return
+        row.nonfinite_out += 1
+        row.overflowed += bool(call.result)
+        pin = _hooks.top(call.module, "forward")
+        if pin in self.pins:
+            self.pins[pin].bad += call.bad_in
+        if self.culprit is None or (self.passed_on and not call.bad_in):
+            text = f"the output of {_quoted(row.name)}, its input "
+            text += "already not finite" if call.bad_in else "finite"
+            if call.result:
+                text += f", and {call.result} before the pin cast it back"
+            if self.culprit is not None:
+                text = f"made by {_quoted(row.name)} itself, first seen as an input of "
+                text += _quoted(self.rows[self.culprit].name)
+            self.first_bad = f"first bad value: {text}"
+            self.culprit, self.passed_on = call.module, call.bad_in
+
+    def elsewhere(self) -> bool:
+        """Whether this call is none of ours: in another thread, or an extra run."""
+        return _quiet.on or self.twins is not None or threading.get_ident() != self.thread
+
+    def drop_stale(self) -> None:
+        """Forget calls that an exception ended: torch calls no hook after it."""
+        while self.calls and not _region.is_running(self.calls[-1].owner):
+            self.calls.pop()
+
+    def run_without(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Find the dtypes that a forward computes in without any pins: measured, not guessed."""
+        try:
+            with _silence(), torch.no_grad():
+                twins, twin, args, kwargs = _copy(module, args, kwargs, self)
+        except Exception:
+            self.not_measured[self.rows[module].name] = None
+            return
+        inside = [(pin, twins.get(id(seen.module))) for pin, seen in self.pins.items()]
+        self.twins = {part: self.pins[pin] for pin, part in inside if part is not None}
+        devices = {value.device for value in module.parameters() if value.device.type == "cuda"}
+        try:
+            with (
+                torch.random.fork_rng(list(devices)),
+                # Those of a checkpoint outside would keep what is saved here.
+                torch.autograd.graph.saved_tensors_hooks(_same, _same),
+                _region.disabled(list(self.pins)),
+            ):
+                twin(*args, **kwargs)
+        except Exception as error:  # without pins dtypes may not fit: they have an effect
+            for seen in self.twins.values():
+                if seen.without is not None:
+                    seen.without.add(type(error).__name__)
+        finally:
+            self.twins = None
+            self.twin_calls.clear()
+
+    # Ops.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not _quiet.on:
+            self.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.drop_stale()
+        if in_backward() and not self.calls:
+            return  # an op of the backward itself
+        name = func._schema.name.partition("::")[2]
+        if self.twins is not None:
+            dtype = _compute_dtype(func, name, (args, kwargs))
+            for twin in self.twin_calls:
+                if dtype is not None and twin in self.twins:
+                    self.twins[twin].without |= {dtype}  # type: ignore[operator]
+            return
+        if self.calls:
+            self.look_for_causes(args)
+        if name == "_to_copy":
+            by = self.pins.get(_who_casts())  # type: ignore[arg-type]
+            if by is not None:
+                by.bytes += args[0].numel() * (kwargs.get("dtype") or args[0].dtype).itemsize
+        dtype = _compute_dtype(func, name, (args, kwargs))
+        row = self.calls[-1].row if self.calls else None
+        frame = _region.current()
+        seen = self.pins.get(frame.rule) if frame is not None and frame.dtype is not None else None
+        if seen is not None and frame is not None and frame is not self.last_frame:
+            self.last_frame = frame
+            seen.calls += frame.rule.method != "forward"
+        if dtype is None:
+            if row is not None:
+                row.moved += 1
+            return
+        if row is not None:
+            row.compute[dtype] = row.compute.get(dtype, 0) + 1
+        if seen is not None:
+            seen.ops[name, dtype] = None
+
+    def look_for_causes(self, args: tuple[Any, ...]) -> None:
+        """Why a pin has not run although the weight or the code of its module is in use."""
+        for value in args:
+            for pin in self.weights.get(id(value), ()):
+                self.explain(pin, _running_method(self.pins[pin]))
+        if self.weightless:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                code = frame.f_code
+                if code in self.codes:
+                    module = frame.f_locals.get(code.co_varnames[0])
+                    for pin in self.weightless.get(id(module), ()):
+                        self.explain(pin, code.co_name)
+                frame = frame.f_back
+
+    def explain(self, pin: Rule, running: str | None) -> None:
+        """Note why a pin has not run, while a method of its module is running, or none is."""
+        seen = self.pins[pin]
+        under_way = pin.method == "forward" and any(c.module is seen.module for c in self.calls)
+        if pin.ran or seen.cause or under_way or not self.calls:
+            return
+        caller = self.calls[-1].row
+        who = _quoted(caller.name) if caller is not None else "a module outside the model"
+        if running == pin.method == "forward":
+            seen.cause = f"called through .forward() by {who}: call the module itself"
+        elif running is None:
+            seen.cause = f"{who} reads its weight and does not call it: pin that one"
+        elif running != pin.method:
+            seen.cause = f"its {running!r} ran: pin it with methods_to_override"
+
+    # The verdicts.
+
+    def finish(self) -> None:
+        report = self.report
+        report.first_bad = self.first_bad
+        report.pins = sorted((self.verdict(*item) for item in self.pins.items()), key=by_severity)
+        for pin, seen in self.pins.items():
+            pin.ran |= seen.ran_before
+        if self.compiled:
+            report.notes.append("compiled code ran eagerly for this audit")
+        if self.timing:
+            report.notes.append("times are disturbed by the measuring; compare them, no more")
+        if not self.alone:
+            report.notes.append("several processes take part: 'no effect' was not measured")
+        if self.not_measured:
+            names = ", ".join(map(_quoted, self.not_measured))
+            report.notes.append(f"'no effect' could not be measured, no copy to be had: {names}")
+
+    def verdict(self, pin: Rule, seen: _Seen) -> PinRow:
+        module, want = seen.module, short(pin.dtype)
+        wrong = [f"{op} ran in {dtype}" for op, dtype in seen.ops if dtype != want]
+        if not pin.ran:
+            verdict, detail = NEVER_RAN, seen.cause
+            if not detail:
+                here = any(module is part for part in self.model.modules())
+                detail = "its module was not called" if here else "its module has left the model"
+        elif wrong:
+            verdict, detail = PARTLY, ", ".join(wrong)
+        elif seen.bad:
+            verdict, detail = BAD_INPUT, "it comes from outside the model"
+            if self.culprit is not None and self.culprit is not module:
+                detail = f"first produced by {_quoted(self.rows[self.culprit].name)}"
+        elif seen.without is not None and seen.without <= {want}:
+            verdict, detail = NO_EFFECT, f"it computes in {want} without pins too"
+            if not seen.without:
+                detail = "it computes nothing in floating point"
+        else:
+            verdict, detail = HONOURED, ""
+        row = self.rows.get(module)
+        calls = max(seen.calls, int(pin.ran))
+        return PinRow(
+            name=row.name if row else pin.name,
+            class_name=row.class_name if row else class_name(module),
+            method=pin.method,
+            dtype=want,
+            calls=calls,
+            verdict=verdict,
+            detail=detail,
+            stored_bytes=_params.stored_bytes(module),
+            cast_bytes=seen.bytes // max(calls, 1),
+        )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    before, _quiet.on = _quiet.on, True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+def _copy(
+    module: nn.Module, args: Any, kwargs: Any, recorder: object
+) -> tuple[dict[int, Any], nn.Module, Any, Any]:
+    """A copy of a module, sharing weights, with the hooks of pins alone, and one of its arguments.
+
+    Before them, the copy of every part by the part's ``id``.
+    """
+    memo: dict[int, Any] = {id(value): value for value in module.parameters()}
+    memo[id(recorder)] = recorder
+    for part in module.modules():
+        for pin in _hooks.on(part):
+            memo[id(pin)] = pin
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            ours = {k: v for k, v in hooks.items() if isinstance(getattr(v, "__self__", None), Pin)}
+            memo[id(hooks)] = OrderedDict(ours)
+
+    def clone(tensor: Tensor) -> Tensor:
+        memo[id(tensor)] = new = tensor.detach().clone()
+        return new
+
+    map_tensors((args, kwargs), clone)
+    new: tuple[nn.Module, Any, Any] = copy.deepcopy((module, args, kwargs), memo)
+    return memo, *new
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _finite(values: Any) -> bool:
+    """Whether all floating tensors in a nested value are finite."""
+    if in_functorch():
+        return True  # there is no bool of a batch
+    finite = True
+
+    def look(tensor: Tensor) -> Tensor:
+        nonlocal finite
+        if finite and tensor.layout is torch.strided and not tensor.is_meta:
+            finite = bool(torch.isfinite(tensor.detach()).all())
+        return tensor
+
+    with _silence():
+        map_tensors(values, look)
+    return finite
+
+
+def _dtypes(values: Any) -> list[str]:
+    """The floating dtypes in a nested value."""
+    found: dict[str, None] = {}
+
+    def look(tensor: Tensor) -> Tensor:
+        found[short(tensor.dtype)] = None
+        return tensor
+
+    map_tensors(values, look)
+    return list(found)
+
+
+def _compute_dtype(func: Any, name: str, values: Any) -> str | None:
+    """The dtype that an op computes in: that of its floating inputs, promoted; None for a move.
+
+    Tensors without dimensions do not count beside others, as in torch's own promotion.
+    """
+    returns = func._schema.returns
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    if view or name in _MOVES:
+        return None
+    found: dict[bool, torch.dtype] = {}
+
+    def look(tensor: Tensor) -> Tensor:
+        small = tensor.dim() == 0
+        known = found.get(small, tensor.dtype)
+        found[small] = torch.promote_types(known, tensor.dtype)
+        return tensor
+
+    map_tensors(values, look)
+    dtype = found.get(False, found.get(True))
+    return None if dtype is None else short(dtype)
+
+
+def _who_casts() -> Rule | None:
+    """The pin that makes the cast which is being recorded, if a pin does."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(16):
+        if frame is None:
+            return None
+        code = frame.f_code
+        if code is _ENTER:
+            rule: Rule = frame.f_locals["rule"]
+            return rule
+        if code is _LEAVE:
+            left: _region.Frame = frame.f_locals["frame"]
+            return left.rule
+        if code is _READ:
+            current = _region.current()
+            return None if current is None else current.rule
+        frame = frame.f_back
+    return None
+
+
+def _running_method(seen: _Seen) -> str | None:
+    """The method of a module that is running now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code in seen.codes and frame.f_locals.get(code.co_varnames[0]) is seen.module:
+            return code.co_name
+        frame = frame.f_back
+    return None
+
+
+def _quoted(name: str) -> str:
+    return repr(name) if name else "the root"
