@@ -18,7 +18,9 @@ def test_the_demonstration_pins_measures_and_undoes():
     done = run()
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert any(line.split()[:4] == ["head", "Linear", "forward", "float32"] for line in lines)
+    verdicts = {tuple(line.split()[:4]): line.split()[5] for line in lines if " forward " in line}
+    assert verdicts["head", "Linear", "forward", "float32"] == "honoured"
+    assert verdicts["blocks.0.norm1", "LayerNorm", "forward", "float32"] == "no"  # no effect
     dtypes = {line.split()[0]: line.split()[1:] for line in lines if line and line[0] != " "}
     assert dtypes["blocks.0.mlp.0"] == ["bfloat16", "float32"]
     assert dtypes["blocks.0.norm1"] == ["float32", "float32"]

@@ -35,7 +35,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Token ids in, logits out."""
 
-    def __init__(self, vocabulary: int = 256, width: int = 64, depth: int = 4) -> None:
+    def __init__(self, vocabulary: int = 256, width: int = 64, depth: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
@@ -58,20 +58,11 @@ def run(model: nn.Module, ids: Tensor) -> Tensor:
     return out
 
 
-def dtypes_inside(model: nn.Module, names: list[str], ids: Tensor) -> dict[str, str]:
-    """The dtype of what each named module computes, before a pin casts it back."""
-    seen: dict[str, str] = {}
-    handles = []
-    for name in names:
-
-        def record(_: object, __: object, out: Tensor, name: str = name) -> None:
-            seen[name] = short(out.dtype)
-
-        handles.append(model.get_submodule(name).register_forward_hook(record, prepend=True))
-    run(model, ids)
-    for handle in handles:
-        handle.remove()
-    return seen
+def audited(model: nn.Module, ids: Tensor) -> tuple[dtypepin.AuditReport, dict[str, str]]:
+    """What really ran: the report, and the dtypes that each module computed in."""
+    with dtypepin.audit(model) as report:
+        run(model, ids)
+    return report, {row.name: ", ".join(row.compute) for row in report.modules}
 
 
 def main() -> int:
@@ -91,20 +82,24 @@ def main() -> int:
     with torch.no_grad():
         reference = model(ids)
     untouched = copy.deepcopy(model)
-    watched = ["blocks.0.norm1", "blocks.0.mlp.0", "blocks.3.mlp.2", "head"]
+    watched = ["blocks.0.norm1", "blocks.0.mlp.0", "blocks.1.mlp.2", "head"]
 
     def error(out: Tensor) -> str:
         return f"{((out.float() - reference).norm() / reference.norm()).item():.2e}"
 
     plain = run(model, ids)
-    plain_dtypes = dtypes_inside(model, watched, ids)
+    _, plain_dtypes = audited(model, ids)
 
-    print("A transformer of 4 blocks under bf16 autocast, its MLPs and its head pinned to float32.")
-    print("Its LayerNorms are left alone: CPU autocast already runs them in float32.\n")
-    pins = dtypepin.apply(model, patterns=[r"\bmlp$", r"^head$"], output="keep")
-    print(pins)
+    print(
+        "A transformer of 2 blocks under bf16 autocast, its MLPs, its head and one norm pinned to"
+    )
+    print("float32. What really ran, as dtypepin.audit saw it:\n")
+    pins = dtypepin.apply(model, patterns=[r"\bmlp$", r"^head$", r"0\.norm1$"], output="keep")
     pinned = run(model, ids)
-    pinned_dtypes = dtypes_inside(model, watched, ids)
+    report, pinned_dtypes = audited(model, ids)
+    print(report)
+    report.assert_honoured()
+    print("\nThe pin on the norm changes nothing: CPU autocast runs norms in float32 anyway.")
 
     rows = [("computes in", "unpinned", "pinned")]
     rows += [(name, plain_dtypes[name], pinned_dtypes[name]) for name in watched]
