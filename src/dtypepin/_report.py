@@ -157,7 +157,7 @@ class AuditReport:
 
     def __str__(self) -> str:
         parts = [self.first_bad] if self.first_bad else []
-        parts += [_aligned(table) for table in self._tables()]
+        parts += [aligned(table) for table in self._tables()]
         parts += [f"note: {note}" for note in self.notes]
         return "\n\n".join(parts) or "no module of the model was called"
 
@@ -198,7 +198,7 @@ class Difference(list[tuple[str, str, str, str]]):
         if not self:
             return "no module computed in other dtypes"
         head = ["module", "class", "computes in", "computes in (other)"]
-        return _aligned([head, *([row[0] or "(root)", *row[1:]] for row in self)])
+        return aligned([head, *([row[0] or "(root)", *row[1:]] for row in self)])
 
 
 def by_severity(row: PinRow) -> int:
@@ -225,7 +225,8 @@ def _size(number: float) -> str:
     return f"{number:.1f} GiB"
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> str:
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first line is the head."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
