@@ -151,3 +151,14 @@ def test_an_audit_shows_that_layernorm_pins_have_no_effect_under_autocast(loaded
     found = {(pin.class_name, pin.verdict) for pin in report.pins}
     assert found == {("LayerNorm", "no effect"), ("BertOutput", "honoured")}
     report.assert_honoured()
+
+
+def test_a_plan_for_the_real_model(loaded):
+    model, _, tokens = loaded
+    plan = dtypepin.suggest(model, dict(tokens))
+    assert plan.reached
+    assert plan.forward_equivalents <= 16
+    assert plan.error_predicted == pytest.approx(plan.error_measured, rel=0.5)
+    norms = [row for row in plan.rows if row.class_name == "LayerNorm"]
+    assert len(norms) == 13
+    assert not any(row.pinned for row in norms)

@@ -66,12 +66,33 @@ class Candidate:
 
 @dataclass
 class _Call:
-    """One call of a candidate: its output in the graph, and how it differs."""
+    """One call of a candidate: its output in the graph, and how it differs.
 
-    out: list[Tensor]
+    Attributes:
+        exact: the float32 output on the input that comes in low precision.
+        low: the output in low precision.
+        pinned: the output with the pin, before it is cast back.
+        restore: the dtype that a pinned output is cast back to.
+        out: the output in the graph; the copies of it that went on.
+    """
+
+    exact: list[Tensor]
     low: list[Tensor]
-    pin: list[Tensor]
-    keep: list[Tensor]
+    pinned: list[Tensor]
+    restore: torch.dtype
+    out: list[Tensor] = field(default_factory=list)
+    went_on: list[Tensor] = field(default_factory=list)
+
+    def errors(self, i: int, is_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """What the low, the pinned and the kept output differ by."""
+        exact, low, pinned = self.exact[i], self.low[i], self.pinned[i]
+        back, kept = cast(pinned, self.restore), pinned
+        if not is_output:
+            kept = cast(pinned, low.dtype)  # a wider one the next module rounds itself
+        low, back, kept = (
+            (other.float() - exact).nan_to_num(0.0, 0.0, 0.0) for other in (low, back, kept)
+        )
+        return low, back, kept
 
 
 class Lower:
@@ -99,14 +120,20 @@ class Lower:
 
     def forward(self, batch: Batch, pins: dict[str, Any] | None) -> list[Tensor]:
         """The floating outputs of a low-precision forward, with real pins."""
-        args, kwargs = batch
+        args, kwargs = fresh(batch)
         if self.whole:
-            args, kwargs = map_tensors(batch, lambda tensor: cast(tensor, self.dtype))
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: cast(tensor, self.dtype))
         with ExitStack() as stack:
             if pins is not None:
                 stack.enter_context(pin_dtype(self.model, **pins))
             stack.enter_context(self.running())
             return leaves(self.model(*args, **kwargs))
+
+
+def fresh(batch: Batch) -> Batch:
+    """A batch of its own for one forward: modules in place must not write into the user's."""
+    new: Batch = map_tensors(batch, lambda tensor: tensor.detach().clone())
+    return new
 
 
 def leaves(value: Any) -> list[Tensor]:
@@ -175,7 +202,8 @@ class Shadows:
                 tensor.requires_grad_()
             assert call is not None
             call.out.append(tensor)
-            return tensor.clone()  # what comes after may write into it in place
+            call.went_on.append(tensor.clone())  # what comes after may write into it in place
+            return call.went_on[-1]
 
         new = map_tensors(out, keep)
         self.by_module[module].calls.append(call)
@@ -209,10 +237,6 @@ class Shadows:
         if restore is None:
             restore = self.lower.dtype if self.lower.whole else torch.float32
         back = [cast(tensor, restore) for tensor in pinned]
-        # Kept in float32 it gains only where more than that dtype came out unpinned: elsewhere the
-        # next module rounds it.
-        wider = [out.dtype.itemsize > restore.itemsize for out in low]
-        kept = [a if wide else b for a, b, wide in zip(pinned, back, wider, strict=True)]
         finite = all(bool(tensor.isfinite().all()) for tensor in exact)
         if finite and not all(bool(tensor.isfinite().all()) for tensor in low):
             candidate.must = True
@@ -224,14 +248,7 @@ class Shadows:
         candidate.flops += flops
         candidate.seconds += seconds
         candidate.bytes += bytes_more
-
-        def errors(others: list[Tensor]) -> list[Tensor]:
-            return [
-                (other.float() - tensor).nan_to_num(0.0, 0.0, 0.0)
-                for other, tensor in zip(others, exact, strict=True)
-            ]
-
-        return _Call([], errors(low), errors(back), errors(kept))
+        return _Call(exact, low, pinned, restore)
 
     def add_probe(self, output: list[Tensor], generator: torch.Generator) -> bool:
         """Add one backward pass of random signs; False where there is no gradient at all."""
@@ -255,8 +272,9 @@ class Shadows:
                     grad = next(grads)
                     if grad is None:
                         continue
-                    for row, eps in enumerate((call.low, call.pin, call.keep)):
-                        sums[row] += _per_sample(grad, eps[i], batch)
+                    is_output = any(call.went_on[i] is tensor for tensor in output)
+                    for row, eps in enumerate(call.errors(i, is_output)):
+                        sums[row] += _per_sample(grad, eps, batch)
             # Samples do not mix, so each gives an estimate of its own error; those add up.
             low, pin, keep = (sums**2).sum(1).tolist()
             candidate.low += low

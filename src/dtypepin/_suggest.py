@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dtypepin._audit import audit
-from dtypepin._cast import map_tensors, resolve_dtype, short
+from dtypepin._cast import resolve_dtype, short
 from dtypepin._errors import PinError, warn
 from dtypepin._pin import select
 from dtypepin._plan import Plan, PlanRow
 from dtypepin._select import Named, Patterns, find, named
-from dtypepin._shares import Batch, Candidate, Lower, Shadows, leaves
+from dtypepin._shares import Batch, Candidate, Lower, Shadows, fresh, leaves
 
 Metric = Callable[[Any, Any], float]
 Candidates = Patterns | Callable[[str, nn.Module], bool]
@@ -171,11 +171,13 @@ class _Search:
             found = [m for m in everything if chosen(m.names[0], m.module)]
         else:
             found = find(self.model, chosen, classes)
-        found = [m for m in found if m.module is not self.model and m.module in self.dtypes]
+        found = [m for m in found if m.module is not self.model]
         refused = [m.names[0] for m in found if not self._can_be_pinned(m)]
         if refused:
             self.notes.append(f"left out, they cannot be pinned: {', '.join(refused)}")
-        self.candidates = [Candidate(m) for m in found if m.names[0] not in refused]
+        self.candidates = [
+            Candidate(m) for m in found if m.names[0] not in refused and m.module in self.dtypes
+        ]
         if not self.candidates:
             raise PinError(
                 "candidates: got no module that runs and can be pinned, besides the root; "
@@ -194,8 +196,9 @@ class _Search:
         outs = []
         with ExitStack() as hooks:
             for twin in twins:
-                handle = twin.register_forward_pre_hook(look, with_kwargs=True)
-                hooks.callback(handle.remove)
+                if not isinstance(twin, torch.jit.ScriptModule):  # it takes no hooks
+                    handle = twin.register_forward_pre_hook(look, with_kwargs=True)
+                    hooks.callback(handle.remove)
             report = hooks.enter_context(audit(self.lower.model, without_pins=False))
             outs = [self.lower.forward(batch, None) for batch in self.batches]
         self.forwards += 1
@@ -225,7 +228,7 @@ class _Search:
         total_flops = 0.0
         for number, batch in enumerate(self.batches):
             self.progress(f"shares: batch {number + 1} of {len(self.batches)}")
-            args, kwargs = _leaf_copies(batch)
+            args, kwargs = fresh(batch)
             with shadows.watching(), torch.enable_grad():
                 out = leaves(self.model(*args, **kwargs))
                 self.references.append([tensor.detach().float() for tensor in out])
@@ -350,22 +353,23 @@ class _Search:
         squared = sum(float(t.double().pow(2).sum()) for out in self.references for t in out)
         l2 = self._l2(start) if self.metric is not None else self.base
         self.total = max(l2**2 * squared, 1e-300)
+        everything = self._outermost()
+        known = sum(c.low for c in everything if not c.must)
+        if known > self.total:  # more than there is: noise of the estimate
+            for c in self.candidates:
+                c.low, c.pin, c.keep = (v * self.total / known for v in (c.low, c.pin, c.keep))
         if self.base <= self.target or max_runs < 1:
             return
-        everything = frozenset(
-            c.name
-            for c in self.candidates
-            if not any(_is_inside(c, other) and other is not c for other in self.candidates)
-        )
+        all_of_it = frozenset(c.name for c in everything)
         if not self.has_gradients:
-            more = max_runs + 4 * math.ceil(math.log2(len(everything) + 1))
-            self._shrink(everything, start, more)
+            more = max_runs + 4 * math.ceil(math.log2(len(all_of_it) + 1))
+            self._shrink(all_of_it, start, more)
             return
         if self.output == "restore" and not self.lower.whole:
             self._choose_output(musts)
         order = self.sets(musts)
-        if everything not in order:
-            order.append(everything)
+        if all_of_it not in order:
+            order.append(all_of_it)
         best = self._search(order, max_runs)
         if best is not None:
             self._give_back(best, start, max_runs)
@@ -373,6 +377,14 @@ class _Search:
         if len(order) > 2 and self._runs_left(max_runs):
             self.error(order[-2])
         self._settle_for_less()
+
+    def _outermost(self) -> list[Candidate]:
+        """The fewest candidates that hold all others."""
+        return [
+            c
+            for c in self.candidates
+            if not any(_is_inside(c, other) and other is not c for other in self.candidates)
+        ]
 
     def _settle_for_less(self) -> None:
         """The target cannot be met: the fewest pins that come near the best that was seen."""
@@ -495,7 +507,7 @@ class _Search:
         """The errors on other inputs, before and with the plan."""
         references = []
         with torch.no_grad():
-            for args, kwargs in batches:
+            for args, kwargs in map(fresh, batches):
                 references.append([t.float() for t in leaves(self.model(*args, **kwargs))])
         before = [self.lower.forward(batch, None) for batch in batches]
         pins = self._pins(self.best) if self.best else None
@@ -569,11 +581,6 @@ def _batches(inputs: Any, what: str) -> list[Batch]:
     if not found:
         raise PinError(f"{what}: got no batch, expected one or more")
     return found
-
-
-def _leaf_copies(batch: Batch) -> Any:
-    """The batch without any graph; in-place modules must not write into the user's tensors."""
-    return map_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
 @contextmanager
