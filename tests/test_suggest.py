@@ -102,6 +102,46 @@ def test_shares_are_what_one_at_a_time_runs_say():
     assert sum(shares.values()) == pytest.approx(1, rel=0.1)
 
 
+@pytest.mark.parametrize("model_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("tolerance", [0.9, 0.5, 0.2])
+def test_the_cost_is_bounded(tolerance, model_dtype):
+    model = transformer(depth=12)
+    plan = dtypepin.suggest(model, smooth(32, 16), tolerance=tolerance, model_dtype=model_dtype)
+    assert plan.forward_equivalents <= 16
+    assert plan.runs <= 8
+    if model_dtype is None:
+        assert plan.reached
+        assert plan.error_measured >= 0.8 * plan.target  # it does not buy more than was asked for
+
+
+def test_what_is_not_needed_is_given_back(monkeypatch):
+    def price(tolerance):
+        plan = dtypepin.suggest(transformer(depth=12), smooth(32, 16), tolerance=tolerance)
+        assert plan.reached
+        return sum(row.price for row in plan.rows if row.pinned)
+
+    tolerances = [0.95, 0.9, 0.85, 0.8, 0.7, 0.6]
+    prices = [price(tolerance) for tolerance in tolerances]
+    monkeypatch.setattr(
+        _suggest._Search, "_give_back", lambda self, best, *_: setattr(self, "best", best)
+    )
+    without = [price(tolerance) for tolerance in tolerances]
+    assert all(a <= b for a, b in zip(prices, without, strict=True))
+    assert any(a < b for a, b in zip(prices, without, strict=True))
+
+
+def test_dropout_makes_no_noise():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(), nn.Linear(16, 16)).train()
+    plan = dtypepin.suggest(model, smooth(32, 16))
+    assert plan.error_before == pytest.approx(relative_error(model.eval(), smooth(32, 16)))
+
+
+def test_the_last_module_gains_what_is_kept():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    rows = {row.name: row for row in dtypepin.suggest(model, smooth(32, 16), tolerance=0.9).rows}
+    assert rows["1"].gain_keep > rows["1"].gain  # nothing comes after it
+
+
 def test_norms_under_autocast_are_useless():
     plan = dtypepin.suggest(transformer(), smooth(32, 16))
     norms = [row for row in plan.rows if row.class_name == "LayerNorm"]
@@ -159,7 +199,7 @@ def test_a_container_with_matmuls_of_its_own_is_a_candidate_and_holds_no_other_p
             return self.out((q @ k.transpose(-1, -2) * 4).softmax(-1) @ v)
 
     model = nn.Sequential(Attention(), Attention())
-    plan = dtypepin.suggest(model, smooth(16, 8, 16), tolerance=0.2)
+    plan = dtypepin.suggest(model, smooth(16, 8, 16), tolerance=0.02, price="fewest")
     assert {row.name for row in plan.rows} >= {"0", "0.qkv", "0.out", "1"}
     for name in plan.names:
         assert not any(other.startswith(f"{name}.") for other in plan.names)
@@ -318,7 +358,7 @@ class Stateful(nn.Module):
         self.fail = None
 
     def forward(self, x):
-        self.calls += 1
+        self.calls += 1 + 0 * torch.rand(())
         if self.fail is not None and torch.is_autocast_enabled("cpu") and self.calls > 2:
             raise self.fail
         return self.last(self.drop(self.norm(torch.relu(self.lin(x)))))
@@ -362,6 +402,7 @@ def test_nothing_is_changed(fail):
     assert picture(model)[0] == before[0]
     assert [value.grad for value in model.parameters()] == grads
     assert not model.lin.bias.requires_grad
+    assert model.lin.weight.requires_grad
     assert torch.equal(x, smooth(32, 16))
 
 
