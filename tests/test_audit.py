@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -184,15 +185,26 @@ def test_a_compiled_model_is_refused_where_it_cannot_run_eagerly(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch 2.4 has no stance")
 def test_a_compiled_model_runs_eagerly_and_it_is_said():
-    m = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
-    compiled = torch.compile(m, backend="eager")
+    def backend(graph, _):
+        def run(*args):
+            ran.append(True)
+            return graph.forward(*args)
+
+        return run
+
+    m, ran = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16(), []
+    compiled = torch.compile(m, backend=backend)
     compiled(x())
+    assert ran.pop()
+    filters = list(warnings.filters)
     with dtypepin.pin_dtype(m, "1"):
         for audited in (m, compiled):
             with dtypepin.audit(audited) as report:
                 compiled(x())
             assert verdicts(report) == {"1": ("honoured", "")}
             assert report.notes == ["compiled code ran eagerly for this audit"]
+    assert not ran
+    assert list(warnings.filters) == filters
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compiled(x())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
@@ -479,6 +491,19 @@ def test_a_module_that_cannot_be_copied_is_honoured_unmeasured():
     assert report.notes == ["'no effect' could not be measured, no copy to be had: '0'"]
 
 
+def test_the_extra_run_shares_the_weights():
+    class Heavy(nn.Parameter):
+        def __deepcopy__(self, memo):
+            raise MemoryError
+
+    m = nn.Sequential(nn.LayerNorm(4))
+    m[0].weight = Heavy(torch.ones(4))
+    with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
+        m(x(F32))
+    assert verdicts(report)["0"][0] == "no effect"
+    assert report.notes == []
+
+
 def test_without_the_extra_run():
     m = nn.Sequential(nn.LayerNorm(4))
     with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m, without_pins=False) as report:
@@ -525,8 +550,10 @@ def test_an_exception_that_is_caught_inside_the_block():
     with dtypepin.pin_dtype(m, "good"), dtypepin.audit(m) as report:
         with pytest.raises(ValueError, match=r"^no$"):
             m["bad"](x())
+        x() + 1  # an op outside of all modules
         m["good"](x())
     assert row(report, "good").compute == {"float32": 1}
+    assert row(report, "bad").compute == {}
     assert verdicts(report) == {"good": ("honoured", "")}
 
 
