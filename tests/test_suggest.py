@@ -12,6 +12,8 @@ from torch import nn
 import dtypepin
 from dtypepin import PinError, PinWarning, _suggest
 from dtypepin._plan import Plan, PlanRow
+from dtypepin._select import named
+from dtypepin._shares import Candidate
 
 BF16, F16, F32 = torch.bfloat16, torch.half, torch.float32
 
@@ -123,7 +125,7 @@ def test_what_is_not_needed_is_given_back(monkeypatch):
     tolerances = [0.95, 0.9, 0.85, 0.8, 0.7, 0.6]
     prices = [price(tolerance) for tolerance in tolerances]
     monkeypatch.setattr(
-        _suggest._Search, "_give_back", lambda self, best, *_: setattr(self, "best", best)
+        _suggest._Search, "_make_cheaper", lambda self, best, *_: setattr(self, "best", best)
     )
     without = [price(tolerance) for tolerance in tolerances]
     assert all(a <= b for a, b in zip(prices, without, strict=True))
@@ -155,6 +157,64 @@ def test_the_search_stops_within_eight_percent_of_the_squared_target():
     found = search._search([frozenset(range(n)) for n in range(150)], 7)
     assert 50 <= len(found) <= 54
     assert len(set(search.asked) - {0}) <= 3  # the prediction, and corrections
+
+
+DROP = {"small": (0.30, 1), "dear": (0.15, 9)}
+SWAP = {"big": (0.60, 9), "cheap": (0.55, 4), "poor": (0.10, 1)}
+PARTS = {"block": (0.40, 30), "block.up": (0.05, 5), "block.down": (0.05, 5), "block.norm": (0, 9)}
+
+INSIDE = {"block": (0.2, 6), "dear": (0.2, 5), "block.up": (0.25, 4), "block.down": (0.6, 7)}
+NEEDED = {"big": (0.35, 9), "needed": (0.01, 8), "dear": (0.01, 4)}
+
+
+@pytest.mark.parametrize(
+    ("gains", "bought", "left"),
+    [
+        (DROP, {"small", "dear"}, {"small"}),
+        (DROP, {"small"}, {"small"}),
+        (SWAP, {"big"}, {"cheap"}),
+        (PARTS, {"block"}, {"block.up", "block.down"}),
+        (INSIDE, {"block", "dear"}, {"block", "dear"}),  # not a part beside the whole
+        (NEEDED, {"big", "needed", "dear"}, {"big", "needed"}),  # more than its share says
+    ],
+)
+def test_what_meets_the_target_is_made_cheaper(gains, bought, left):
+    model = nn.ModuleDict({name: nn.Identity() for name in gains if "." not in name})
+    model["block"] = nn.ModuleDict({"up": nn.Tanh(), "down": nn.ReLU(), "norm": nn.Identity()})
+
+    asked = []
+
+    class Known(_suggest._Search):
+        def __init__(self):
+            self.base, self.total, self.output = 1.0, 1.0, "restore"
+            self.target = math.sqrt(0.7)
+            self.errors = {}
+            self.candidates = [
+                Candidate(found, low=gains[name][0], price=gains[name][1])
+                for found in named(model)
+                if (name := found.names[0]) in gains  # not the root
+            ]
+
+        def error(self, pinned):
+            gain = sum(gains[name][0] for name in pinned)
+            # Together they gain more: float32 goes from one to the other.
+            if {"block.up", "block.down"} <= pinned:
+                gain += 0.3
+            if "needed" in gains and "needed" not in pinned:
+                gain -= 0.2
+            asked.append(pinned)
+            self.errors[pinned] = math.sqrt(1 - gain)
+            return self.errors[pinned]
+
+        def _runs_left(self, max_runs):
+            return True
+
+    search = Known()
+    search._find_parts()
+    search._make_cheaper(frozenset(bought), frozenset(), 9)
+    assert search.best == left
+    tried = [pinned for pinned in asked if pinned not in (bought, left)]
+    assert len(tried) == len(set(tried))
 
 
 @pytest.mark.parametrize(("probes", "most"), [(2, 16), (12, 21)])

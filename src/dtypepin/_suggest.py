@@ -34,6 +34,10 @@ _PRICES: dict[str, Callable[[Candidate], float]] = {
 _CLOSE = 0.92
 #: No more than this is computed, in forwards of the model, after the first three runs.
 _MOST_FORWARDS = 16.0
+#: How often a plan that meets the target is tried with less.
+_MOST_TRIES = 4
+#: Only so many of the dearest pins.
+_MOST_SWAPS = 32
 #: A gain below this part of the squared error is noise.
 _NOTHING = 1e-4
 
@@ -319,9 +323,9 @@ class _Search:
         chosen = {c.name: c for c in musts}
         found = [frozenset(chosen)]
         for candidate in useful:
-            inside = [c for c in chosen.values() if _is_inside(c, candidate)]
-            if any(_is_inside(candidate, c) for c in chosen.values()):
+            if any(name in chosen for name in self.holders[candidate.name]):
                 continue
+            inside = [chosen[name] for name in self.inside[candidate.name] if name in chosen]
             if inside:
                 worth = sum(self.gain(c) for c in inside)
                 if any(c.must for c in inside) or self.gain(candidate) <= worth:
@@ -339,7 +343,9 @@ class _Search:
 
     def buy(self, tolerance: float, absolute: float | None, max_runs: int) -> None:
         musts = [c for c in self.candidates if c.must]
-        musts = [c for c in musts if not any(_is_inside(c, o) and o is not c for o in musts)]
+        self._find_parts()
+        held = {c.name for c in musts}
+        musts = [c for c in musts if held.isdisjoint(self.holders[c.name])]
         if any(not c.restorable for c in musts):
             self.output = "keep"
             self.notes.append('cast back, a pinned output would overflow: output="keep"')
@@ -372,7 +378,7 @@ class _Search:
             order.append(all_of_it)
         best = self._search(order, max_runs)
         if best is not None:
-            self._give_back(best, start, max_runs)
+            self._make_cheaper(best, start, max_runs)
             return
         if len(order) > 2 and self._runs_left(max_runs):
             self.error(order[-2])
@@ -380,11 +386,19 @@ class _Search:
 
     def _outermost(self) -> list[Candidate]:
         """The fewest candidates that hold all others."""
-        return [
-            c
+        return [c for c in self.candidates if not self.holders[c.name]]
+
+    def _find_parts(self) -> None:
+        """Which candidates are in which: a set to pin never holds both."""
+        names = {c.found.module: c.name for c in self.candidates}
+        self.inside = {
+            c.name: [names[part] for part in c.found.module.modules() if part in names][1:]
             for c in self.candidates
-            if not any(_is_inside(c, other) and other is not c for other in self.candidates)
-        ]
+        }
+        self.holders: dict[str, list[str]] = {c.name: [] for c in self.candidates}
+        for name, parts in self.inside.items():
+            for part in parts:
+                self.holders[part].append(name)
 
     def _settle_for_less(self) -> None:
         """The target cannot be met: the fewest pins that come near the best that was seen."""
@@ -486,20 +500,55 @@ class _Search:
                     f"{error:.2e}; searched by runs alone"
                 )
 
-    def _give_back(self, pinned: frozenset[str], start: frozenset[str], max_runs: int) -> None:
-        """Try to do without the dearest pins."""
-        tries = 3
-        by_name = {c.name: c for c in self.candidates}
-        for name in sorted(pinned - start, key=lambda name: -by_name[name].price):
+    def _make_cheaper(self, pinned: frozenset[str], start: frozenset[str], max_runs: int) -> None:
+        """Try what costs less and should still meet the target, the largest saving first."""
+        for _ in range(_MOST_TRIES):
             slack = self.target**2 - self.error(pinned) ** 2
-            worth = self.base**2 * self.gain(by_name[name]) / self.total
-            fewer = pinned - {name}
-            if not tries or not self._runs_left(max_runs) or worth > slack or fewer == start:
-                continue
-            tries -= 1
-            if self.error(fewer) <= self.target:
-                pinned = fewer
+            slack *= self.total / self.base**2
+            tries = (
+                (saved, pinned - {name} | set(instead))
+                for saved, lost, name, instead in self._cheaper(pinned, start)
+                if lost <= slack and saved > 0
+            )
+            tries = ((saved, other) for saved, other in tries if other not in self.errors)
+            _, cheaper = max(tries, key=lambda found: found[0], default=(0.0, start))
+            if cheaper == start or not self._runs_left(max_runs):
+                break
+            if self.error(cheaper) <= self.target:
+                pinned = cheaper
         self.best = pinned
+
+    def _cheaper(
+        self, pinned: frozenset[str], start: frozenset[str]
+    ) -> Iterator[tuple[float, float, str, list[str]]]:
+        """The price that is saved, the gain lost, which pin to leave out, what to pin instead."""
+        by_name = {c.name: c for c in self.candidates}
+        useful = [c for c in self.candidates if self.gain(c) > _NOTHING * self.total]
+        useful = [c for c in useful if c.name not in pinned and not self._overlaps(c, pinned)]
+        dearest = sorted(pinned - start, key=lambda name: (-by_name[name].price, name))
+        for name in dearest[:_MOST_SWAPS]:
+            one = by_name[name]
+            yield one.price, self.gain(one), name, []
+            for other in useful:
+                # Two estimates may both be wrong.
+                lost = 1.2 * self.gain(one) - 0.8 * self.gain(other)
+                yield one.price - other.price, lost, name, [other.name]
+            # Parts pinned together gain more than one by one: float32 goes from one to the other.
+            # So their part in the whole is told by their shares.
+            parts = [by_name[part] for part in self.inside[name] if not self.inside[part]]
+            parts.sort(key=lambda c: c.low / max(c.price, 1e-12), reverse=True)
+            shares = sum(c.low for c in parts)
+            for n in range(1, len(parts) + 1 if shares else 0):
+                price, share = sum(c.price for c in parts[:n]), sum(c.low for c in parts[:n])
+                lost = self.gain(one) * (1 - share / shares)
+                yield one.price - price, lost, name, [c.name for c in parts[:n]]
+
+    def _overlaps(self, candidate: Candidate, pinned: frozenset[str] | dict[str, Any]) -> bool:
+        """Whether it is part of something pinned, or holds something pinned."""
+        name = candidate.name
+        return any(o in pinned for o in self.holders[name]) or any(
+            o in pinned for o in self.inside[name]
+        )
 
     # The outcome.
 
@@ -555,11 +604,6 @@ class _Search:
             forward_equivalents=self.forwards,
             notes=self.notes,
         )
-
-
-def _is_inside(one: Candidate, other: Candidate) -> bool:
-    """Whether a module is part of another one, or is it."""
-    return any(part is one.found.module for part in other.found.module.modules())
 
 
 def _batches(inputs: Any, what: str) -> list[Batch]:
