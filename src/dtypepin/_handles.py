@@ -16,6 +16,7 @@ from dtypepin import _hooks, _params, _refuse, _region
 from dtypepin._cast import short
 from dtypepin._errors import PinError, warn
 from dtypepin._hooks import Pin
+from dtypepin._select import parts
 
 
 class Row(NamedTuple):
@@ -59,7 +60,7 @@ def parameters_kind(module: nn.Module, dtype: torch.dtype, override: bool) -> st
     own = [value.dtype for _, value in _params.own_floats(module)]
     if override and own:
         return "stored"
-    floats = [v.dtype for part in module.modules() for _, v in _params.own_floats(part)]
+    floats = [v.dtype for part in parts(module) for _, v in _params.own_floats(part)]
     if not floats:
         return "none"
     return "cast per call" if any(found is not dtype for found in floats) else "as they are"
@@ -282,9 +283,9 @@ def remove(module: nn.Module, pin: Pin, parents: Sequence[nn.Module] = ()) -> li
         return []
     changed = _params.release(module, pin)  # first: this alone can fail, and be tried again
     _hooks.detach(module, pin)
-    _params.uncover([*module.modules(), *parents], pin)
+    _params.uncover([*parts(module), *parents], pin)
     return changed
 
 
 def _stands(module: nn.Module, pin: Pin) -> bool:
-    return any(pin is here for here in _hooks.on(module))
+    return any(pin is here for here in _hooks.on_method(module, pin.method))

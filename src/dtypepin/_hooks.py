@@ -135,10 +135,12 @@ class PinnedMethod:
 
 
 def can_wrap(module: nn.Module, name: str) -> bool:
-    """Whether a module has a method of this name that its ``__dict__`` can override.
+    """Whether a module has a method of this name that can be pinned.
 
     Not a child, not a property, and not what only ``__getattr__`` hands on from elsewhere.
     """
+    if name == "forward":
+        return True  # pinned by hooks
     found = inspect.getattr_static(module, name, None)
     if found is None or hasattr(type(found), "__set__"):
         return False
@@ -147,22 +149,28 @@ def can_wrap(module: nn.Module, name: str) -> bool:
 
 def on(module: nn.Module) -> Iterator[Pin]:
     """All pins that stand on a module, oldest first for each method."""
-    # After a deep copy or unpickling, ``hook.__self__`` is the copy's own pin.
-    for hook in list(module._forward_pre_hooks.values()):
-        pin = getattr(hook, "__self__", None)
-        if isinstance(pin, Pin) and pin.leaving is None:
-            yield pin
+    yield from _on_call(module)
     for wrapper in _wrappers(module):
         yield from list(wrapper.pins)
 
 
+def on_method(module: nn.Module, method: str) -> list[Pin]:
+    """The pins that stand on one method of a module, oldest first; the last one counts."""
+    if method == "forward":
+        return _on_call(module)
+    return [pin for pin in on(module) if pin.method == method]
+
+
+def _on_call(module: nn.Module) -> list[Pin]:
+    # After a deep copy or unpickling, ``hook.__self__`` is the copy's own pin.
+    pins = (getattr(hook, "__self__", None) for hook in list(module._forward_pre_hooks.values()))
+    return [pin for pin in pins if isinstance(pin, Pin) and pin.leaving is None]
+
+
 def top(module: nn.Module, method: str) -> Pin | None:
     """The pin that counts for a method of a module."""
-    last = None
-    for pin in on(module):
-        if pin.method == method:
-            last = pin
-    return last
+    pins = on_method(module, method)
+    return pins[-1] if pins else None
 
 
 def attach(module: nn.Module, pin: Pin) -> None:
@@ -203,7 +211,7 @@ def detach(module: nn.Module, pin: Pin) -> None:
     for handle in pin.handles:
         handle.remove()
     pin.handles, pin.active = (), False
-    for wrapper in _wrappers(module):
+    for wrapper in _wrappers(module) if pin.method != "forward" else ():
         wrapper.pins = [here for here in wrapper.pins if here is not pin]
         if not wrapper.pins:
             wrapper.restore()
@@ -227,10 +235,9 @@ def add_note(error: BaseException, pin: Pin, args: Args, kwargs: Kwargs) -> None
 
 def _choose(module: nn.Module, method: str) -> None:
     """Of several pins on one method the latest counts."""
-    counts = top(module, method)
-    for pin in on(module):
-        if pin.method == method:
-            pin.active = pin is counts
+    pins = on_method(module, method)
+    for pin in pins:
+        pin.active = pin is pins[-1]
     forget_compiled()
 
 

@@ -9,7 +9,7 @@ leave casts behind on Ctrl-C.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,9 +52,9 @@ class ParameterView(dict[str, Any]):
         plain: the dict that was here before, and comes back.
     """
 
-    rules: list[Rule]
-    inherited: list[Rule]
-    stored: dict[str, Stored]
+    rules: tuple[Rule, ...] = ()
+    inherited: tuple[Rule, ...] = ()
+    stored: Mapping[str, Stored] = {}  # never written to, always replaced
     plain: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
@@ -182,12 +182,11 @@ def cover(
                 if not isinstance(values, dict) or not (values or also_empty):
                     continue
                 view = kind(values)
-                view.rules, view.inherited = [], []
-                view.stored, view.plain = {}, values
+                view.plain = values
                 module.__dict__[attribute] = values = view
-            values.rules.append(rule)
+            values.rules = (*values.rules, rule)
             if module is not pinned and not also_empty:
-                values.inherited.append(rule)
+                values.inherited = (*values.inherited, rule)
 
 
 def uncover(modules: Iterable[nn.Module], rule: Rule) -> None:
@@ -196,8 +195,8 @@ def uncover(modules: Iterable[nn.Module], rule: Rule) -> None:
         for attribute in ("_parameters", "_buffers"):
             view = module.__dict__[attribute]
             if isinstance(view, ParameterView) and any(rule is here for here in view.rules):
-                view.rules = [here for here in view.rules if here is not rule]
-                view.inherited = [here for here in view.inherited if here is not rule]
+                view.rules = tuple(here for here in view.rules if here is not rule)
+                view.inherited = tuple(here for here in view.inherited if here is not rule)
                 if not view.rules:
                     view.plain.clear()
                     view.plain.update(view.items())
@@ -218,7 +217,8 @@ def store(module: nn.Module, rule: Rule, known: dict[int, Stored]) -> None:
             if value is None or value.dtype not in FLOATS:
                 continue
             stored = view.stored.get(name) or known.get(id(value)) or Stored(value.dtype)
-            view.stored[name] = known[id(value)] = stored
+            known[id(value)] = stored
+            view.stored = {**view.stored, name: stored}
             stored.claims.append((rule, rule.dtype))
             _settle(value, stored)
     _flatten(module)
@@ -238,7 +238,8 @@ def release(module: nn.Module, rule: Rule) -> list[Tensor]:
             if value is not None and _settle(value, stored):
                 changed.append(value)
             if not stored.claims:
-                del view.stored[name]  # not before: where memory ran out, it can be tried again
+                # Not before: where memory ran out, it can be tried again.
+                view.stored = {key: s for key, s in view.stored.items() if key != name}
     _flatten(module)
     return changed
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -17,7 +18,7 @@ from dtypepin._errors import PinError, warn
 from dtypepin._handles import PinHandle, PinHandles, Row
 from dtypepin._hooks import Pin, PinnedMethod
 from dtypepin._params import ParameterView, Stored
-from dtypepin._select import Named, Patterns, find, suggestion
+from dtypepin._select import Named, Patterns, find, named, parts, suggestion
 
 logger = logging.getLogger("dtypepin")
 
@@ -91,15 +92,15 @@ class _Plan:
                 f"methods_to_override: got {methods_to_override!r}, expected names of methods"
             )
         self.targets: list[tuple[Named, str]] = []
-        chosen = find(model, patterns, class_patterns)
+        everything = named(model)
+        chosen = find(model, patterns, class_patterns, everything)
         for name in dict.fromkeys(methods):
             self.targets += self._having(name, chosen)
         order = {id(found.module): i for i, found in enumerate(chosen)}
         self.targets.sort(key=lambda target: order[id(target[0].module)])
         having = {id(found.module) for found, _ in self.targets}
-        _refuse.check(
-            model, [c for c in chosen if id(c.module) in having], self.dtype, self.override
-        )
+        chosen = [c for c in chosen if id(c.module) in having]
+        _refuse.check(model, everything, chosen, self.dtype, self.override)
 
     def _having(self, method: str, chosen: list[Named]) -> list[tuple[Named, str]]:
         """The chosen modules that have this method; a method that none has is an error."""
@@ -219,7 +220,7 @@ def apply(
     )
     handles: list[PinHandle] = []
     known: dict[int, Stored] = {}
-    with ExitStack() as undo:
+    with _no_collection(), ExitStack() as undo:
         for found, method in plan.targets:
             pin = _hooks.top(found.module, method)
             new = plan.pin(found, method)
@@ -247,12 +248,24 @@ def apply(
     return pins
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pins are many small objects and no garbage; collecting would take most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _put(found: Named, pin: Pin, known: dict[int, Stored]) -> None:
     """Change the model: views, storage, hooks, in an order that each can be undone."""
     module = found.module
-    parts = list(module.modules())
-    _params.cover(parts, pin, module)
-    if not any(part._parameters or part._buffers for part in parts):
+    inside = parts(module)
+    _params.cover(inside, pin, module)
+    if not any(part._parameters or part._buffers for part in inside):
         # torch.compile does not guard on new hooks, but on the class of a dict it read.
         _params.cover(found.parents, pin, module, also_empty=True)
     if pin.override:
@@ -266,7 +279,7 @@ def _uncovered(module: nn.Module, pin: Pin) -> list[nn.Module]:
 
     return [
         part
-        for part in module.modules()
+        for part in parts(module)
         if not covered(part._parameters) and not covered(part._buffers)
     ]
 

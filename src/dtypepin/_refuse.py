@@ -15,14 +15,21 @@ from dtypepin._cast import short
 from dtypepin._errors import PinError, warn
 from dtypepin._params import is_subclass, own_floats
 from dtypepin._private import FAST_PATH_SEES_HOOKS
-from dtypepin._select import Named, named
+from dtypepin._select import Named, parts
 
 
-def check(model: nn.Module, chosen: list[Named], dtype: torch.dtype, override: bool) -> None:
+def check(
+    model: nn.Module,
+    everything: list[Named],
+    chosen: list[Named],
+    dtype: torch.dtype,
+    override: bool,
+) -> None:
     """Refuse what would be wrong, silently or later.
 
     Args:
         model: where the chosen modules were found.
+        everything: all its modules.
         chosen: the modules to be pinned.
         dtype: the dtype they are pinned to.
         override: whether their own parameters are to be stored in it.
@@ -30,14 +37,13 @@ def check(model: nn.Module, chosen: list[Named], dtype: torch.dtype, override: b
     Raises:
         PinError: names the module, the reason and the way out.
     """
-    everything = named(model)
     ids = {id(found.module) for found in chosen}
     names = {id(found.module): found.names[0] for found in everything}
     flat = _inside(model, "FullyShardedDataParallel")
     replicated = _inside(model, "DataParallel")
     seen: set[int] = set()
     for found in chosen:
-        for part in found.module.modules():
+        for part in parts(found.module):
             if id(part) in seen:
                 continue
             seen.add(id(part))
@@ -268,11 +274,16 @@ def _computes_weight_in_a_hook(module: nn.Module) -> bool:
 
 def _inside(model: nn.Module, wrapper: str) -> set[int]:
     """The ids of all modules inside a wrapper of this class name."""
+    kinds = {
+        kind
+        for kind in {type(module) for module in model.modules()}
+        if kind.__module__.startswith("torch.")
+        and any(base.__name__ == wrapper for base in kind.__mro__)
+    }
     return {
         id(part)
-        for module in model.modules()
-        if any(kind.__name__ == wrapper for kind in type(module).__mro__)
-        and type(module).__module__.startswith("torch.")
+        for module in (model.modules() if kinds else ())
+        if type(module) in kinds
         for part in module.modules()
     }
 

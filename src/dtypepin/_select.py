@@ -47,7 +47,7 @@ def class_name(module: nn.Module) -> str:
 
     ``fully_shard`` and ``torch.nn.utils.parametrize`` give a module a subclass of their own.
     """
-    if parametrize.is_parametrized(module):
+    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         return parametrize.type_before_parametrizations(module).__name__
     kind = type(module)
     if any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:2]):
@@ -55,8 +55,15 @@ def class_name(module: nn.Module) -> str:
     return kind.__name__
 
 
+def parts(module: nn.Module) -> list[nn.Module]:
+    """The module and all that is in it, each once; ``modules()`` is slow for a leaf."""
+    return list(module.modules()) if module._modules else [module]
+
+
 def wrapped(module: nn.Module) -> nn.Module | None:
     """What a wrapper (DDP, compile, checkpoint ...) wraps; None for any other module."""
+    if not module._modules:
+        return None
     for name in _WRAPPED:
         if name in module._modules:
             return module._modules[name]
@@ -72,7 +79,12 @@ def named(model: nn.Module) -> list[Named]:
 
     Modules that only wrap another one are left out, and so are their prefixes. Shared modules
     and cycles are fine.
+
+    Raises:
+        PinError: it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise PinError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     names: dict[nn.Module, list[str]] = {}
     parents: dict[nn.Module, list[nn.Module]] = {}
     todo: list[tuple[nn.Module, str, nn.Module | None, frozenset[int]]] = [
@@ -92,6 +104,8 @@ def named(model: nn.Module) -> list[Named]:
         if name in known or len(known) >= _MOST_NAMES:
             continue
         known.append(name)
+        if not module._modules:
+            continue
         below = above | {id(module)}
         prefix = f"{name}." if name else ""
         for child, value in reversed(module._modules.items()):
@@ -103,13 +117,19 @@ def named(model: nn.Module) -> list[Named]:
     ]
 
 
-def find(model: nn.Module, patterns: Patterns, class_patterns: Patterns) -> list[Named]:
+def find(
+    model: nn.Module,
+    patterns: Patterns,
+    class_patterns: Patterns,
+    everything: list[Named] | None = None,
+) -> list[Named]:
     """The modules that any of the patterns finds.
 
     Args:
         model: searched with its root.
         patterns: searched in every dotted name, ``re.search``.
         class_patterns: searched in the class name, ``re.search``.
+        everything: ``named(model)``, if it is known.
 
     Returns:
         The modules found, in the model's order, each once.
@@ -120,10 +140,8 @@ def find(model: nn.Module, patterns: Patterns, class_patterns: Patterns) -> list
     Warns:
         PinWarning: some, but not all patterns found nothing.
     """
-    if not isinstance(model, nn.Module):
-        raise PinError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    modules = named(model) if everything is None else everything
     by_name, by_class = compiled(patterns, class_patterns)
-    modules = named(model)
     hits: dict[int, bool] = {}
     dead: list[str] = []
     for pattern in by_name:
