@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, overload
 
@@ -18,7 +18,7 @@ from dtypepin._errors import PinError, warn
 from dtypepin._handles import PinHandle, PinHandles, Row
 from dtypepin._hooks import Pin, PinnedMethod
 from dtypepin._params import ParameterView, Stored
-from dtypepin._select import Named, Patterns, find, named, parts, suggestion
+from dtypepin._select import Named, Patterns, compiled, find, named, parts, suggestion
 
 logger = logging.getLogger("dtypepin")
 
@@ -58,12 +58,11 @@ class Selection(Sequence[Row]):
         return f"Selection({self.names})"
 
 
-class _Plan:
-    """Everything that ``apply`` was asked for, resolved and checked; nothing changed yet."""
+class Settings:
+    """The arguments of ``apply`` without the model, resolved and checked."""
 
     def __init__(
         self,
-        model: nn.Module,
         patterns: Patterns,
         class_patterns: Patterns,
         dtype: torch.dtype | str,
@@ -85,22 +84,34 @@ class _Plan:
         if not isinstance(override_parameters, bool):
             raise PinError(f"override_parameters: got {override_parameters!r}, expected a bool")
         self.override = override_parameters
-        methods = [methods_to_override] if isinstance(methods_to_override, str) else None
-        methods = methods or list(methods_to_override)
-        if not methods or not all(isinstance(name, str) for name in methods):
+        methods: Any = methods_to_override
+        if isinstance(methods, str):
+            methods = [methods]
+        elif isinstance(methods, Iterable):
+            methods = list(methods)
+        if not (isinstance(methods, list) and methods and all(isinstance(m, str) for m in methods)):
             raise PinError(
                 f"methods_to_override: got {methods_to_override!r}, expected names of methods"
             )
+        self.methods: list[str] = methods
+        self.patterns, self.class_patterns = compiled(patterns, class_patterns)
+
+
+class _Plan:
+    """What ``apply`` will do to a model, checked; nothing changed yet."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.settings = settings
         self.targets: list[tuple[Named, str]] = []
         everything = named(model)
-        chosen = find(model, patterns, class_patterns, everything)
-        for name in dict.fromkeys(methods):
+        chosen = find(model, settings.patterns, settings.class_patterns, everything)
+        for name in dict.fromkeys(settings.methods):
             self.targets += self._having(name, chosen)
         order = {id(found.module): i for i, found in enumerate(chosen)}
         self.targets.sort(key=lambda target: order[id(target[0].module)])
         having = {id(found.module) for found, _ in self.targets}
         chosen = [c for c in chosen if id(c.module) in having]
-        _refuse.check(model, everything, chosen, self.dtype, self.override)
+        _refuse.check(model, everything, chosen, settings.dtype, settings.override)
 
     def _having(self, method: str, chosen: list[Named]) -> list[tuple[Named, str]]:
         """The chosen modules that have this method; a method that none has is an error."""
@@ -121,26 +132,28 @@ class _Plan:
         return having
 
     def rows(self) -> list[Row]:
+        dtype, override = self.settings.dtype, self.settings.override
         return [
             Row(
                 found.names[0],
                 found.class_name,
                 method,
-                self.dtype,
-                _handles.parameters_kind(found.module, self.dtype, self.override),
+                dtype,
+                _handles.parameters_kind(found.module, dtype, override),
                 found.names[1:],
             )
             for found, method in self.targets
         ]
 
     def pin(self, found: Named, method: str) -> Pin:
+        wanted = self.settings
         return Pin(
-            self.dtype,
-            self.inputs,
-            self.output,
+            wanted.dtype,
+            wanted.inputs,
+            wanted.output,
             found.names[0],
             method,
-            override=self.override,
+            override=wanted.override,
         )
 
 
@@ -208,8 +221,7 @@ def apply(
         cast no longer changes the caller's tensor. Ctrl-C inside a pinned call, caught inside an
         autocast block, leaves autocast off for the rest of that block.
     """
-    plan = _Plan(
-        model,
+    settings = Settings(
         patterns,
         class_patterns,
         dtype,
@@ -218,33 +230,41 @@ def apply(
         inputs,
         output,
     )
-    handles: list[PinHandle] = []
-    known: dict[int, Stored] = {}
-    with _no_collection(), ExitStack() as undo:
-        for found, method in plan.targets:
-            pin = _hooks.top(found.module, method)
-            new = plan.pin(found, method)
-            if pin is None or not pin.does_the_same_as(new):
-                pin = new
-                undo.callback(_handles.remove, found.module, pin, found.parents)
-                _put(found, pin, known)
-            else:
-                _params.cover(
-                    _uncovered(found.module, pin), pin, found.module
-                )  # children added since
-            handles.append(
-                PinHandle(found.module, pin, found.names, found.class_name, found.parents)
-            )
-        undo.pop_all()
-    pins = PinHandles(handles)
+    pins = put_on(model, settings)
+    if verbose:
+        logger.info("pinned %d of %s:\n%s", len(pins), type(model).__name__, pins)
+    return pins
+
+
+def put_on(model: nn.Module, settings: Settings) -> PinHandles:
+    """Pin what the settings mean; all of it or nothing."""
+    with _no_collection():
+        plan = _Plan(model, settings)
+        handles: list[PinHandle] = []
+        known: dict[int, Stored] = {}
+        with ExitStack() as undo:
+            for found, method in plan.targets:
+                pin = _hooks.top(found.module, method)
+                new = plan.pin(found, method)
+                if pin is None or not pin.does_the_same_as(new):
+                    pin = new
+                    undo.callback(_handles.remove, found.module, pin, found.parents)
+                    _put(found, pin, known)
+                else:
+                    _params.cover(
+                        _uncovered(found.module, pin), pin, found.module
+                    )  # children added since
+                handles.append(
+                    PinHandle(found.module, pin, found.names, found.class_name, found.parents)
+                )
+            undo.pop_all()
+        pins = PinHandles(handles)
     if not _hooks.SAFE_ACROSS_GRAPH_BREAKS and "torch._dynamo" in sys.modules:
         warn(
             f"torch {torch.__version__} does not let hooks be kept out of compiled frames: in a "
             "compiled model, a graph break inside a pinned module may lose its pin. Compile with "
             "fullgraph=True, or check what it computes in"
         )
-    if verbose:
-        logger.info("pinned %d of %s:\n%s", len(pins), type(model).__name__, pins)
     return pins
 
 
@@ -389,8 +409,7 @@ def select(
     Raises:
         PinError: whatever :func:`apply` would refuse.
     """
-    plan = _Plan(
-        model,
+    settings = Settings(
         patterns,
         class_patterns,
         dtype,
@@ -399,7 +418,7 @@ def select(
         inputs,
         output,
     )
-    selection = Selection(plan.rows())
+    selection = Selection(_Plan(model, settings).rows())
     if verbose:
         logger.info("would pin %d of %s:\n%s", len(selection), type(model).__name__, selection)
     return selection

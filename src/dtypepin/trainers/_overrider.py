@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dtypepin._cast import resolve_dtype, short
+from dtypepin._cast import short
 from dtypepin._errors import PinError, warn
 from dtypepin._handles import PinHandles
 from dtypepin._params import own_floats
-from dtypepin._pin import apply, logger
-from dtypepin._select import Patterns, compiled
+from dtypepin._pin import Settings, logger, put_on
+from dtypepin._select import Patterns
 
 
 class DtypeOverrider:
@@ -69,26 +69,20 @@ class DtypeOverrider:
         verbose: bool = False,
         check_interval: int = 10,
     ) -> None:
-        methods: Any = ["forward"] if methods_to_override is None else methods_to_override
-        if isinstance(methods, str):
-            methods = [methods]
-        elif isinstance(methods, Iterable):
-            methods = list(methods)
-        if not (isinstance(methods, list) and methods and all(isinstance(m, str) for m in methods)):
-            raise PinError(
-                f"methods_to_override: got {methods_to_override!r}, expected names of methods"
-            )
-        if not isinstance(override_parameters, bool):
-            raise PinError(f"override_parameters: got {override_parameters!r}, expected a bool")
+        methods = ["forward"] if methods_to_override is None else methods_to_override
+        self.settings = Settings(
+            patterns, class_patterns, dtype, methods, override_parameters, "first", "restore"
+        )
         # A bool is an int to Python, and True would check at every step.
         interval: Any = check_interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
             raise PinError(
                 f"check_interval: got {check_interval!r}, expected a number of steps, 0 for never"
             )
-        self.patterns, self.class_patterns = compiled(patterns, class_patterns)
-        self.dtype = resolve_dtype(dtype)
-        self.methods_to_override: list[str] = methods
+        self.patterns = self.settings.patterns
+        self.class_patterns = self.settings.class_patterns
+        self.dtype = self.settings.dtype
+        self.methods_to_override = self.settings.methods
         self.override_parameters = override_parameters
         self.verbose = verbose
         self.check_interval = check_interval
@@ -101,14 +95,7 @@ class DtypeOverrider:
         self._steps = 0
         if self.trainer is None:
             raise PinError("trainer: got None, expected the trainer to set it before before_train")
-        self.pins = apply(
-            self.trainer.model,
-            self.patterns,
-            self.class_patterns,
-            self.dtype,
-            methods_to_override=self.methods_to_override,
-            override_parameters=self.override_parameters,
-        )
+        self.pins = put_on(self.trainer.model, self.settings)
         if self.verbose:
             self._log(self.pins)
 
