@@ -230,13 +230,10 @@ def apply(
         inputs,
         output,
     )
-    pins = put_on(model, settings)
-    if verbose:
-        logger.info("pinned %d of %s:\n%s", len(pins), type(model).__name__, pins)
-    return pins
+    return put_on(model, settings, verbose)
 
 
-def put_on(model: nn.Module, settings: Settings) -> PinHandles:
+def put_on(model: nn.Module, settings: Settings, verbose: bool = False) -> PinHandles:
     """Pin what the settings mean; all of it or nothing."""
     with _no_collection():
         plan = _Plan(model, settings)
@@ -265,6 +262,8 @@ def put_on(model: nn.Module, settings: Settings) -> PinHandles:
             "compiled model, a graph break inside a pinned module may lose its pin. Compile with "
             "fullgraph=True, or check what it computes in"
         )
+    if verbose:
+        logger.info("pinned %d of %s:\n%s", len(pins), type(model).__name__, pins)
     return pins
 
 

@@ -1,0 +1,142 @@
+"""A callback for Lightning's ``Trainer``; needs ``lightning`` or ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtypepin._handles import PinHandles
+from dtypepin._pin import Inputs, Output, Settings, put_on
+from dtypepin._select import Patterns
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    # The two packages hold two copies of every class: take the one that is in use.
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        from pytorch_lightning import Callback
+    else:
+        try:
+            from lightning.pytorch import Callback
+        except ImportError:
+            try:
+                from pytorch_lightning import Callback
+            except ImportError:
+                raise ImportError(
+                    "dtypepin.trainers.lightning needs lightning: pip install 'dtypepin[lightning]'"
+                ) from None
+
+__all__ = ["PinDtypeCallback"]
+
+
+class PinDtypeCallback(Callback):
+    """Pins modules of the LightningModule for each fit, validate, test and predict.
+
+    The pins come off at the end of each, also on an exception and on Ctrl-C. It has no semantics
+    of its own: they are those of :func:`dtypepin.apply`. It pins after the strategy has wrapped
+    the model; with ``override_parameters=True`` before that, in ``setup``, so that a checkpoint is
+    loaded into stored parameters and the optimizer sees them. Then layers that are made in
+    ``configure_model`` are not there yet, and a pattern that only matches those is refused.
+
+    Example:
+        >>> from dtypepin.trainers.lightning import PinDtypeCallback  # doctest: +SKIP
+        >>> callback = PinDtypeCallback(class_patterns="LayerNorm")  # doctest: +SKIP
+        >>> Trainer(precision="bf16-mixed", callbacks=[callback]).fit(model)  # doctest: +SKIP
+        >>> model.norm.weight.dtype  # doctest: +SKIP
+        torch.float32
+
+    Args:
+        patterns: see :func:`dtypepin.apply`, as for all other arguments; names are those of the
+            LightningModule.
+        class_patterns: regexes for class names.
+        dtype: the dtype to compute in.
+        methods_to_override: names of methods.
+        override_parameters: whether to store parameters in ``dtype``.
+        inputs: ``"first"`` or ``"all"``.
+        output: ``"restore"``, ``"keep"`` or a dtype.
+        verbose: log the table of pins.
+
+    Attributes:
+        pins: the handles while they stand, else None.
+
+    Raises:
+        PinError: an argument is not valid; when a stage starts, whatever ``apply`` refuses.
+    """
+
+    def __init__(
+        self,
+        patterns: Patterns = None,
+        class_patterns: Patterns = None,
+        dtype: torch.dtype | str = "float32",
+        *,
+        methods_to_override: Sequence[str] | str = ("forward",),
+        override_parameters: bool = False,
+        inputs: Inputs = "first",
+        output: Output = "restore",
+        verbose: bool = False,
+    ) -> None:
+        self.settings = Settings(
+            patterns,
+            class_patterns,
+            dtype,
+            methods_to_override,
+            override_parameters,
+            inputs,
+            output,
+        )
+        self.verbose = verbose
+        self.pins: PinHandles | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Tells Lightning several of these callbacks apart."""
+        found = self.settings
+        patterns = [pattern.pattern for pattern in (*found.patterns, *found.class_patterns)]
+        return str(self._generate_state_key(patterns=patterns, methods=found.methods))
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Pin before the strategy sets up, where parameters are stored in another dtype."""
+        self._remove()
+        if self.settings.override:
+            self._pin(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pin for the fit; its validation is part of it."""
+        self._pin(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pin, unless this is the validation of a fit."""
+        self._pin(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pin for the test."""
+        self._pin(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pin for the prediction."""
+        self._pin(pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the pins off."""
+        self._remove()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Take the pins off; Lightning calls no ``teardown`` here."""
+        self._remove()
+
+    def _pin(self, module: LightningModule) -> None:
+        if self.pins is None:
+            self.pins = put_on(module, self.settings, self.verbose)
+        else:
+            # ``precision="bf16-true"`` casts the whole module, between ``setup`` and the start.
+            self.pins.check()
+
+    def _remove(self) -> None:
+        pins, self.pins = self.pins, None
+        if pins is not None:
+            pins.remove()
