@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 import dtypepin
 from dtypepin._shares import Lower
-from dtypepin._suggest import _Search, _untouched
+from dtypepin._state import untouched
+from dtypepin._suggest import _Search
 
 TOLERANCES = (0.9, 0.75, 0.5, 0.35)
 
@@ -67,7 +68,7 @@ class Problem:
         search = _Search(
             self.model, [inputs], Lower(self.model, dtype, False), None, lambda _: None
         )
-        with _untouched(self.model):
+        with untouched(self.model):
             search.find_candidates(None, None)
             search.measure_shares(4, 0)
         return search
@@ -77,13 +78,13 @@ class Problem:
         names = frozenset(names)
         self.runs += 1
         if names not in self.known:
-            with _untouched(self.model):
+            with untouched(self.model):
                 self.known[names] = self.search.error(names)
         return self.known[names]
 
     def held_out_error(self, names) -> float:
         """The real error on other inputs."""
-        with _untouched(self.model):
+        with untouched(self.model):
             return self.held_out.error(frozenset(names))
 
     def local_errors(self) -> dict[str, float]:
@@ -335,7 +336,7 @@ def main() -> int:
                     for search in (problem.search, problem.held_out):
                         search.output = output
                         search.errors.clear()
-                    with _untouched(problem.model):
+                    with untouched(problem.model):
                         error = problem.search.error(found.names)
                         base = problem.search.error(frozenset())
                     scale = base if math.isfinite(base) else target / tolerance

@@ -461,10 +461,12 @@ class Stateful(nn.Module):
         self.last = nn.Linear(16, 16)
         self.register_buffer("calls", torch.zeros(()))
         self.fail = None
+        self.ran = []
 
     def forward(self, x):
         self.calls += 1 + 0 * torch.rand(())
-        if self.fail is not None and torch.is_autocast_enabled("cpu") and self.calls > 2:
+        self.ran.append(1)
+        if self.fail is not None and torch.is_autocast_enabled("cpu") and len(self.ran) > 2:
             raise self.fail
         return self.last(self.drop(self.norm(torch.relu(self.lin(x)))))
 
@@ -518,6 +520,255 @@ def test_in_place_modules_do_not_write_into_the_inputs():
     assert torch.equal(x, smooth(32, 16))
 
 
+class Restless(nn.Module):
+    """Changes itself in every way that a forward can."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("result", torch.zeros(32, 16))
+        self.cache = None
+
+    def forward(self, x, ids):
+        self.steps = self.steps + 1  # another buffer
+        if self.cache is None:
+            self.cache = self.lin.weight.detach().to(torch.get_autocast_dtype("cpu"))
+            self.late = nn.Linear(1, 1)
+        ids.add_(1)
+        noise = 0.1 * torch.randn(32, 16)
+        self.result.copy_(self.out(torch.tanh(self.lin(x)) + noise) * ids[:, None] * self.steps)
+        return self.result
+
+
+def test_every_run_begins_the_same_and_the_model_stays_what_it_was():
+    model, x, ids = Restless(), smooth(32, 16), torch.arange(32)
+    steps = model.steps
+
+    def errors(pins):
+        outs = []
+        for low in (False, True):
+            model.steps, model.cache = steps.clone(), None
+            torch.manual_seed(0)
+            with torch.no_grad(), torch.autocast("cpu", BF16, enabled=low):
+                if low and pins:
+                    with dtypepin.pin_dtype(model, **pins):
+                        outs.append(model(x, ids.clone()).clone())
+                else:
+                    outs.append(model(x, ids.clone()).clone())
+        return float((outs[1] - outs[0]).norm() / outs[0].norm())
+
+    before = errors({})
+    model.steps, model.cache = steps, None
+    del model.late
+    model.result.zero_()
+    attributes = [list(vars(part)) for part in model.modules()]
+    torch.manual_seed(5)
+    plan = dtypepin.suggest(model, (x, ids), tolerance=0.8)
+    after = torch.rand(3)
+    assert plan.error_before == pytest.approx(before)
+    assert torch.equal(ids, torch.arange(32))
+    assert model.steps is steps
+    assert steps == 0
+    assert model.cache is None
+    assert not model.result.any()
+    assert not model.result.requires_grad
+    assert attributes == [list(vars(part)) for part in model.modules()]
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
+    assert plan.error_measured == pytest.approx(errors(plan.pin_arguments()))
+
+
+def test_random_numbers_are_the_same_in_every_run_and_set_by_the_seed():
+    class Sampling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            mean = self.mean(x)
+            return self.out(mean + torch.randn_like(mean))
+
+    torch.manual_seed(0)
+    model, x = Sampling(), smooth(32, 16)
+    plans = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        plans.append(dtypepin.suggest(model, x))
+    assert plans[0].error_before < 0.01
+    assert str(plans[0]) == str(plans[1])
+
+
+def test_a_buffer_that_a_candidate_gives_out_stays_without_gradient():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", smooth(16, 16))
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self):
+            return self.table
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.lin = Table(), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.lin(x @ self.table())
+
+    model = Net()
+    dtypepin.suggest(model, smooth(32, 16))
+    assert not model.table.table.requires_grad
+
+
+def test_parameters_that_a_forward_writes_to_are_named():
+    class Writing(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.bias.mul_(0.5)
+            return super().forward(x)
+
+    with pytest.warns(PinWarning, match=r"not undone: 1\.bias"):
+        dtypepin.suggest(nn.Sequential(nn.Linear(16, 16), Writing(16, 16)), smooth(32, 16))
+
+
+def test_hooks_of_the_user_count_once():
+    def louder(module, args):
+        return (args[0] * 8,)
+
+    class Louder(nn.Linear):
+        def forward(self, x):
+            return super().forward(x * 8)
+
+    torch.manual_seed(0)
+    weights = [nn.Linear(16, 16) for _ in range(2)]
+    inside = nn.Sequential(weights[0], nn.Tanh(), Louder(16, 16))
+    inside[2].load_state_dict(weights[1].state_dict())
+    plan = dtypepin.suggest(inside, smooth(32, 16))
+    hooked = nn.Sequential(weights[0], nn.Tanh(), weights[1])
+    hooked[2].register_forward_pre_hook(louder)
+    other = dtypepin.suggest(hooked, smooth(32, 16))
+    shares = [{row.name: row.share for row in found.rows} for found in (plan, other)]
+    assert shares[0]["0"] == pytest.approx(shares[1]["0"], rel=0.02)
+    assert shares[0]["2"] == pytest.approx(shares[1]["2"], rel=0.02)
+
+
+def test_batches_may_differ_in_size():
+    model, x = transformer(), smooth(66, 16)
+    sums = []
+    for batches in (x, [x[:64], x[64:]], [x[:2], x[2:]]):
+        rows = dtypepin.suggest(model, batches, probes=8).rows
+        sums.append(sum(row.share for row in rows))
+    assert sums[1] == pytest.approx(sums[0], rel=0.1)
+    assert sums[2] == pytest.approx(sums[0], rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_models(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = transformer(loud=2)
+
+        def forward(self, x):
+            for block in self.body:
+                x = checkpoint(block, x, use_reentrant=reentrant) if self.saves else x
+                x = x if self.saves else block(x)
+            return x
+
+    model = Saving()
+    shares = []
+    for model.saves in (False, True):
+        plan = dtypepin.suggest(model, smooth(32, 16), tolerance=0.7)
+        assert plan.reached
+        shares.append({row.name: row.share for row in plan.rows})
+    if reentrant:  # it knows no ``autograd.grad``
+        assert plan.notes[0].startswith("the output has no gradient")
+    else:
+        assert shares[0] == pytest.approx(shares[1])
+
+
+def test_a_compiled_model_is_looked_at_as_it_was_written():
+    model, x = transformer(), smooth(32, 16)
+    plan = dtypepin.suggest(torch.compile(model, backend="eager"), x)
+    assert str(plan) == str(dtypepin.suggest(model, x))
+    compiled = transformer()
+    compiled[0].compile(backend="eager")
+    assert str(dtypepin.suggest(compiled, x)) == str(plan)
+
+
+def test_the_same_output_twice_and_complex_ones():
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x):
+            h = self.lin(x)
+            return {"h": h, "h32": h.float(), "spectrum": torch.fft.rfft(h.float())}
+
+    model, x = Spectrum(), smooth(32, 16)
+    plan = dtypepin.suggest(model, x)
+    with torch.no_grad():
+        exact = model(x)
+        with torch.autocast("cpu", BF16):
+            low = model(x)
+    wrong = sum(float((low[k] - exact[k]).abs().pow(2).sum()) for k in exact)
+    right = sum(float(exact[k].abs().pow(2).sum()) for k in exact)
+    assert plan.error_before == pytest.approx(math.sqrt(wrong / right))
+
+
+def test_infinities_on_both_sides_are_no_error():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = transformer()
+
+        def forward(self, x):
+            return self.body(x).masked_fill(torch.eye(32, 16) > 0, -math.inf)
+
+    plan = dtypepin.suggest(Masked(), smooth(32, 16))
+    assert math.isfinite(plan.error_before)
+    assert plan.reached
+    assert 0 < plan.error_measured <= plan.target
+
+
+def test_an_overflow_that_no_candidate_makes_is_not_called_reached():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            x = self.lin(x) @ (1e6 * torch.eye(16))  # no float16
+            return self.out(1e-6 * x.float())
+
+    plan = dtypepin.suggest(Root(), smooth(32, 16), autocast_dtype="float16")
+    assert math.isinf(plan.error_before)
+    assert not plan.reached
+    assert "not finite in low precision" in plan.notes[-1]
+
+
+def test_keep_is_measured_as_keep():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, bias=False), nn.LayerNorm(16))
+    nn.init.constant_(model[1].weight, 20000.0)
+    model.append(nn.Linear(16, 16))
+    x = smooth(32, 16).cumsum(1)
+    plan = dtypepin.suggest(model, x, autocast_dtype="float16", tolerance=0.9)
+    with torch.no_grad():
+        reference = model(x)
+        with dtypepin.pin_dtype(model, **plan.pin_arguments()), torch.autocast("cpu", F16):
+            out = model(x)
+    assert plan.error_measured == pytest.approx(
+        float((out.float() - reference).norm() / reference.norm())
+    )
+
+
 # What is refused, and warned of.
 
 
@@ -540,9 +791,63 @@ def test_arguments_that_are_wrong(arguments, message):
         dtypepin.suggest(transformer(), **{"inputs": smooth(32, 16), **arguments})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"probes": -3}, "probes: got -3, expected a number above 0"),
+        ({"probes": True}, "probes: got True"),
+        ({"tolerance": "half"}, "tolerance: got 'half', expected a number between 0 and 1"),
+        ({"absolute_tolerance": -1}, "absolute_tolerance: got -1"),
+        ({"absolute_tolerance": math.nan}, "absolute_tolerance: got nan"),
+        ({"max_runs": 0}, "max_runs: got 0"),
+        ({"seed": "a"}, "seed: got 'a'"),
+        ({"candidates": lambda n, m: True, "class_candidates": "x"}, "beside a predicate"),
+        ({"inputs": torch.zeros(0, 16)}, "got a batch without samples"),
+        ({"inputs": torch.full((32, 16), math.nan)}, "got nan as the float32 output"),
+        ({"holdout": 5}, "holdout: got int"),
+        ({"metric": lambda a, b: -1.0}, "metric: got -1.0, expected a number of 0 or more"),
+        ({"model": 5}, "model: got int, expected a torch.nn.Module"),
+        ({"model": transformer().bfloat16()}, "got '0.norm.weight' in bfloat16, expected a float"),
+        ({"model": nn.LazyLinear(4)}, "not initialised yet"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    given = {"model": transformer(), "inputs": smooth(32, 16), **arguments}
+    with pytest.raises(PinError) as caught:
+        dtypepin.suggest(given.pop("model"), given.pop("inputs"), **given)
+    assert message in str(caught.value)
+
+
+def test_a_metric_without_a_number_is_a_failure():
+    plan = dtypepin.suggest(transformer(), smooth(32, 16), metric=lambda a, b: math.nan)
+    assert not plan.reached
+
+
+def test_a_model_with_pins_is_refused():
+    model = transformer()
+    with (
+        dtypepin.pin_dtype(model, "0.up", dtype="bfloat16"),
+        pytest.raises(PinError, match=r"got '0\.up' pinned already"),
+    ):
+        dtypepin.suggest(model, smooth(32, 16))
+
+
+def test_an_output_without_floats_is_refused():
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.lin(x).argmax(-1)
+
+    with pytest.raises(PinError, match="got an output without floating tensors"):
+        dtypepin.suggest(Classes(), smooth(32, 16))
+
+
 def test_few_samples_and_noise_are_warned_of():
     model = transformer()
-    with pytest.warns(PinWarning, match="2 samples x 6 probes"):
+    with pytest.warns(PinWarning, match="samples times probes are 12"):
         dtypepin.suggest(model, smooth(2, 16))
     with pytest.warns(PinWarning, match="look like random noise") as caught:
         dtypepin.suggest(model, torch.randn(64, 16))
@@ -597,6 +902,17 @@ def test_a_plan_saved_and_loaded(tmp_path):
         lambda data: data.update(target="low"),
         lambda data: data["rows"][0].update(pinned="yes"),
         lambda data: data["rows"][0].pop("name"),
+        lambda data: data.update(error_held_out=[1.0]),
+        lambda data: data.update(error_held_out=[1.0, "b"]),
+        lambda data: data.update(notes=None),
+        lambda data: data.update(notes=[1]),
+        lambda data: data.update(unit="apples"),
+        lambda data: data.update(reached="no"),
+        lambda data: data.update(runs=True),
+        lambda data: data.update(forward_equivalents="many"),
+        lambda data: data.update(target=math.nan),
+        lambda data: data["rows"][0].update(remark=None),
+        lambda data: data["rows"][0].update(price="1"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(damage, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import asdict, dataclass, field, fields
@@ -110,14 +111,14 @@ class Plan:
             file.write("\n")
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that does not have the plan's modules under their names.
+        """Refuse a model that does not have the plan's candidates under their names.
 
         Raises:
             PinError: names the first module that is missing or of another class.
         """
         classes = {name: found.class_name for found in named(model) for name in found.names}
         for row in self.rows:
-            if row.pinned and classes.get(row.name) != row.class_name:
+            if classes.get(row.name) != row.class_name:
                 has = classes.get(row.name)
                 raise PinError(
                     f"the plan does not fit {type(model).__name__}: got "
@@ -195,15 +196,43 @@ def load_plan(path: str | os.PathLike[str], model: nn.Module | None = None) -> P
 
 
 def _check_types(plan: Plan) -> None:
-    numbers = [plan.error_before, plan.target, plan.error_predicted, plan.error_measured]
+    """Refuse values that this plan's methods could not use."""
     for row in plan.rows:
-        numbers += [row.share, row.gain, row.gain_keep, row.price]
-        if not isinstance(row.name, str) or not isinstance(row.pinned, bool):
-            raise TypeError(f"{row.name!r} as a row")
-    if not all(isinstance(number, (int, float)) for number in numbers):
-        raise TypeError("something else than numbers")
+        _expect(row, str, "name", "class_name", "remark")
+        _expect(row, bool, "pinned")
+        _expect(row, float, "share", "gain", "gain_keep", "price")
+    _expect(plan, str, "output", "unit")
+    _expect(plan, bool, "reached")
+    _expect(plan, int, "runs")
+    _expect(plan, float, "error_before", "target", "error_predicted", "error_measured")
+    _expect(plan, float, "forward_equivalents")
     if plan.output not in ("restore", "keep"):
         raise ValueError(f"output {plan.output!r}")
+    if plan.unit not in ("flops", "ms", "bytes", "fewest"):
+        raise ValueError(f"unit {plan.unit!r}")
+    if not isinstance(plan.notes, list) or not all(isinstance(note, str) for note in plan.notes):
+        raise TypeError(f"notes {plan.notes!r}")
+    held_out = plan.error_held_out
+    if held_out is not None:
+        if len(held_out) != 2:
+            raise ValueError(f"error_held_out {held_out!r}")
+        for number in held_out:
+            _expect_number("error_held_out", number)
+
+
+def _expect(holder: Plan | PlanRow, kind: type, *names: str) -> None:
+    for name in names:
+        value = getattr(holder, name)
+        if kind is float:
+            _expect_number(name, value)
+        elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise TypeError(f"{name} {value!r}")
+
+
+def _expect_number(name: str, value: object) -> None:
+    # An error can be infinite, but nothing compares with nan.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise TypeError(f"{name} {value!r}")
 
 
 def _number(value: float, unit: str) -> str:

@@ -11,8 +11,9 @@ alone makes in ``y`` (Hutchinson's estimator of ``|J eps|**2``).
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypepin._cast import cast, map_tensors
+from dtypepin._cast import FLOATS, cast, map_tensors
 from dtypepin._pin import pin_dtype
 from dtypepin._select import Named
+from dtypepin._state import ModelState, generators, random_numbers_kept
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -98,15 +100,21 @@ class _Call:
 class Lower:
     """How the model runs in low precision: under autocast, or cast as a whole.
 
+    Every run begins with the same buffers, attributes and random numbers.
+
     Attributes:
         model: the model that runs; a cast copy where it is cast as a whole.
         dtype: the low dtype.
         whole: whether the model is cast as a whole.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, whole: bool) -> None:
-        self.dtype, self.whole = dtype, whole
+    def __init__(
+        self, model: nn.Module, state: ModelState, dtype: torch.dtype, whole: bool, seed: int
+    ) -> None:
+        self.dtype, self.whole, self.seed = dtype, whole, seed
+        self.exact = model
         self.model = copy.deepcopy(model).to(dtype) if whole else model
+        self.states = [state, ModelState(self.model)] if whole else [state]
         tensors = [*model.parameters(), *model.buffers()]
         self.device = tensors[0].device.type if tensors else "cpu"
         # A candidate's module in the model that runs, by the module in the float32 model.
@@ -118,22 +126,59 @@ class Lower:
         with torch.autocast(self.device, self.dtype, enabled=not self.whole), torch.no_grad():
             yield
 
-    def forward(self, batch: Batch, pins: dict[str, Any] | None) -> list[Tensor]:
-        """The floating outputs of a low-precision forward, with real pins."""
+    def begin(self) -> None:
+        """Make the model what it was before it ever ran."""
+        for state in self.states:
+            state.put_back()
+        for generator in generators(self.exact):
+            generator.manual_seed(self.seed)
+
+    def reference(self, batch: Batch) -> Any:
+        """The output of a float32 forward."""
         args, kwargs = fresh(batch)
+        self.begin()
+        return self.exact(*args, **kwargs)
+
+    def forward(self, batch: Batch, pins: dict[str, Any] | None) -> list[Tensor]:
+        """The floating outputs of a low-precision forward, with real pins, as float32."""
+        args, kwargs = fresh(batch)
+        self.begin()
         if self.whole:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast(tensor, self.dtype))
         with ExitStack() as stack:
             if pins is not None:
                 stack.enter_context(pin_dtype(self.model, **pins))
             stack.enter_context(self.running())
-            return leaves(self.model(*args, **kwargs))
+            return as_float32(self.model(*args, **kwargs))
 
 
 def fresh(batch: Batch) -> Batch:
     """A batch of its own for one forward: modules in place must not write into the user's."""
-    new: Batch = map_tensors(batch, lambda tensor: tensor.detach().clone())
+    new: Batch = _copied(batch, lambda tensor: tensor.detach().clone())
     return new
+
+
+def outputs(value: Any, above: tuple[Any, ...] = ()) -> list[Tensor]:
+    """The floating tensors in a model's output, in order; complex ones as pairs of floats."""
+    if isinstance(value, Tensor):
+        value = torch.view_as_real(value) if value.is_complex() else value
+        return [value] if value.dtype in FLOATS else []
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    elif dataclasses.is_dataclass(value):
+        items = [getattr(value, each.name, None) for each in dataclasses.fields(value)]
+    else:
+        return []
+    if any(value is outer for outer in above):
+        return []  # a container that holds itself
+    return [tensor for item in items for tensor in outputs(item, (*above, value))]
+
+
+def as_float32(value: Any) -> list[Tensor]:
+    """Copies of a model's outputs: it may use the same memory for the next ones."""
+    return [tensor.detach().to(torch.float32, copy=True) for tensor in outputs(value)]
 
 
 def leaves(value: Any) -> list[Tensor]:
@@ -168,24 +213,27 @@ class Shadows:
         self.open: list[_Call | None] = []
         self.calls: dict[nn.Module, int] = {}
         self.busy = False
-        self.hooks = ExitStack()
+        self.in_backward = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Shadows are taken of every forward inside."""
         with ExitStack() as hooks:
             for module in self.by_module:
-                before = module.register_forward_pre_hook(self.before, with_kwargs=True)
+                # In front: what the caller gave, for the shadows go through the user's hooks too.
+                before = module.register_forward_pre_hook(
+                    self.before, with_kwargs=True, prepend=True
+                )
                 hooks.callback(before.remove)
                 hooks.callback(module.register_forward_hook(self.after).remove)
             yield
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.busy:
+        if self.busy or self.in_backward:
             return
         self.busy = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), random_numbers_kept(self.lower.exact):
                 self.open.append(self.shadow(self.by_module[module], args, kwargs))
         finally:
             self.busy = False
@@ -193,20 +241,23 @@ class Shadows:
     def after(self, module: nn.Module, args: Any, out: Any) -> Any:
         if self.busy:
             return None
-        call = self.open.pop()
-        if call is None:
+        # A checkpoint computes again in the backward, and has to find the same graph.
+        call = None if self.in_backward else self.open.pop()
+        if call is None and not (self.in_backward and self.by_module[module].measured):
             return None
 
         def keep(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
-                tensor.requires_grad_()
-            assert call is not None
-            call.out.append(tensor)
-            call.went_on.append(tensor.clone())  # what comes after may write into it in place
-            return call.went_on[-1]
+                tensor = tensor.detach().requires_grad_()
+            went_on = tensor.clone()  # what comes after may write into it in place
+            if call is not None:
+                call.out.append(tensor)
+                call.went_on.append(went_on)
+            return went_on
 
         new = map_tensors(out, keep)
-        self.by_module[module].calls.append(call)
+        if call is not None:
+            self.by_module[module].calls.append(call)
         return new
 
     def shadow(self, candidate: Candidate, args: Any, kwargs: Any) -> _Call | None:
@@ -219,7 +270,7 @@ class Shadows:
         rounded = map_tensors((args, kwargs), lambda tensor: _to(tensor, next(dtypes, None)))
         first = next(iter(leaves(rounded)), None)
         try:
-            rounded = _copy_unknown(rounded)
+            rounded = _copied(rounded, lambda tensor: tensor)
             exact, flops, seconds = _measured(module, map_tensors(rounded, Tensor.float))
             with self.lower.running():
                 low = leaves(self.lower.twin[module](*rounded[0], **rounded[1]))
@@ -250,8 +301,14 @@ class Shadows:
         candidate.bytes += bytes_more
         return _Call(exact, low, pinned, restore)
 
-    def add_probe(self, output: list[Tensor], generator: torch.Generator) -> bool:
-        """Add one backward pass of random signs; False where there is no gradient at all."""
+    def add_probe(self, output: list[Tensor], generator: torch.Generator, weight: float) -> bool:
+        """Add one backward pass of random signs; False where there is no gradient at all.
+
+        Args:
+            output: the floating outputs of the model.
+            generator: for the signs.
+            weight: one over the number of probes.
+        """
         outs = [tensor for c in self.candidates for call in c.calls for tensor in call.out]
         y = [tensor for tensor in output if tensor.requires_grad]
         if not y or not outs:
@@ -261,9 +318,12 @@ class Shadows:
             for tensor in y
         ]
         total = torch.stack([(t * sign).sum() for t, sign in zip(y, signs, strict=True)]).sum()
-        grads: Iterator[Tensor | None] = iter(
-            torch.autograd.grad(total, outs, retain_graph=True, allow_unused=True)
-        )
+        self.in_backward = True
+        try:
+            found = torch.autograd.grad(total, outs, retain_graph=True, allow_unused=True)
+        finally:
+            self.in_backward = False
+        grads: Iterator[Tensor | None] = iter(found)
         batch = y[0].shape[0] if y[0].dim() else 1
         for candidate in self.candidates:
             sums = torch.zeros(3, batch, dtype=torch.float64)
@@ -276,7 +336,7 @@ class Shadows:
                     for row, eps in enumerate(call.errors(i, is_output)):
                         sums[row] += _per_sample(grad, eps, batch)
             # Samples do not mix, so each gives an estimate of its own error; those add up.
-            low, pin, keep = (sums**2).sum(1).tolist()
+            low, pin, keep = (weight * (sums**2).sum(1)).tolist()
             candidate.low += low
             candidate.pin += pin
             candidate.keep += keep
@@ -300,15 +360,15 @@ def _to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach() if dtype is None else cast(tensor.detach(), dtype)
 
 
-def _copy_unknown(values: Any) -> Any:
-    """A copy in which objects that a forward might change, such as caches, are its own."""
+def _copied(values: Any, copy_float: Callable[[Tensor], Tensor]) -> Any:
+    """A copy in which all that a forward might change, caches and indices too, is its own."""
     memo: dict[int, Any] = {}
 
-    def same(tensor: Tensor) -> Tensor:
-        memo[id(tensor)] = tensor
+    def look(tensor: Tensor) -> Tensor:
+        memo[id(tensor)] = copy_float(tensor)
         return tensor
 
-    map_tensors(values, same)
+    map_tensors(values, look)
     return copy.deepcopy(values, memo)
 
 

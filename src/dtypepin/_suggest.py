@@ -6,19 +6,22 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from dtypepin import _hooks
 from dtypepin._audit import audit
-from dtypepin._cast import resolve_dtype, short
+from dtypepin._cast import FLOATS, resolve_dtype, short
 from dtypepin._errors import PinError, warn
 from dtypepin._pin import select
 from dtypepin._plan import Plan, PlanRow
 from dtypepin._select import Named, Patterns, find, named
-from dtypepin._shares import Batch, Candidate, Lower, Shadows, fresh, leaves
+from dtypepin._shares import Batch, Candidate, Lower, Shadows, as_float32, leaves, outputs
+from dtypepin._state import run_eagerly, untouched
 
 Metric = Callable[[Any, Any], float]
 Candidates = Patterns | Callable[[str, nn.Module], bool]
@@ -95,23 +98,31 @@ def suggest(
         price: what a pin costs: ``"flops"`` of its module, ``"ms"`` measured, ``"bytes"`` more, or
             1 each for the ``"fewest"`` pins.
         probes: backward passes; by default enough for 32 samples, at least 2, at most 6.
-        max_runs: real runs with pins, at most.
-        seed: for the random signs.
+        max_runs: real runs with pins, at most; more where there are no gradients.
+        seed: for the random signs, and for what the model draws from torch's generators, which
+            is the same in every run.
         progress: called with a line of text now and then; by default stderr where it is a terminal.
 
     Returns:
         The plan. ``print`` shows it, ``pin_arguments()`` go to ``pin_dtype`` and ``apply``.
 
     Raises:
-        PinError: an argument is not valid, or there is nothing to choose from.
+        PinError: an argument is not valid, the model is not in float32, has pins already or gives
+            no floating tensor, or there is nothing to choose from.
 
     Warns:
-        PinWarning: the inputs look like random noise, or are few for the number of probes.
+        PinWarning: the inputs look like random noise, or are few for the number of probes; the
+            forward writes to parameters in place, which is the one thing that is not undone.
 
     Limits:
         The model must run more than once on the same inputs. Caches that a forward fills
         (``use_cache`` of language models) keep attention modules from being looked at alone.
+        Random numbers from generators that are not torch's own differ from run to run.
     """
+    model, batches, held = _checked(model, inputs, holdout)
+    _check_numbers(tolerance, absolute_tolerance, probes, max_runs, seed)
+    if callable(candidates) and class_candidates is not None:
+        raise PinError("class_candidates: got patterns beside a predicate, expected one of them")
     if price not in (*_PRICES, "fewest"):
         raise PinError(f"price: got {price!r}, expected flops, ms, bytes or fewest")
     if model_dtype is not None and autocast_dtype is not None:
@@ -120,13 +131,10 @@ def suggest(
     low = resolve_dtype(given, "model_dtype" if model_dtype is not None else "autocast_dtype")
     if low not in (torch.bfloat16, torch.float16):
         raise PinError(f"got {short(low)} as low precision, expected bfloat16 or float16")
-    if not (0 < tolerance < 1) and absolute_tolerance is None:
-        raise PinError(f"tolerance: got {tolerance!r}, expected a number between 0 and 1")
-    batches = _batches(inputs, "inputs")
     if progress is None:
         progress = _to_terminal if sys.stderr.isatty() else _silent
-    with _untouched(model):
-        lower = Lower(model, low, whole=model_dtype is not None)
+    with run_eagerly(), untouched(model) as state:
+        lower = Lower(model, state, low, whole=model_dtype is not None, seed=seed)
         search = _Search(model, batches, lower, metric, progress)
         search.find_candidates(candidates, class_candidates)
         search.measure_shares(probes, seed)
@@ -135,8 +143,8 @@ def suggest(
             candidate.price = cost(candidate) / len(batches) if cost else 1.0
         search.buy(tolerance, absolute_tolerance, max_runs)
         held_out = None
-        if holdout is not None:
-            held_out = search.error_on(_batches(holdout, "holdout"))
+        if held:
+            held_out = search.error_on(held)
         return search.plan(price, held_out)
 
 
@@ -158,7 +166,9 @@ class _Search:
         self.dtypes: dict[nn.Module, list[list[torch.dtype]]] = {}
         self.references: list[list[Tensor]] = []
         self.forwards = 0.0
+        # By what is pinned, with the present ``output``.
         self.errors: dict[frozenset[str], float] = {}
+        self.runs = 0
         self.output = "restore"
         self.additive = True
 
@@ -168,6 +178,7 @@ class _Search:
         """Look at one low-precision run: who computes in the low dtype, and what comes in."""
         self.progress("one run in low precision")
         lows, computes = self._run_low()
+        self.lower.begin()  # without children that a forward has added
         everything = named(self.model)
         if chosen is None and classes is None:
             found = [m for m in everything if self._is_candidate(m, computes)]
@@ -201,7 +212,8 @@ class _Search:
         with ExitStack() as hooks:
             for twin in twins:
                 if not isinstance(twin, torch.jit.ScriptModule):  # it takes no hooks
-                    handle = twin.register_forward_pre_hook(look, with_kwargs=True)
+                    # In front: what the caller gave, before hooks of the user's.
+                    handle = twin.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
                     hooks.callback(handle.remove)
             report = hooks.enter_context(audit(self.lower.model, without_pins=False))
             outs = [self.lower.forward(batch, None) for batch in self.batches]
@@ -228,33 +240,37 @@ class _Search:
         generator = torch.Generator().manual_seed(seed)
         shadows = Shadows(self.lower, self.candidates, self.dtypes)
         has_gradients = True
-        size, done = 0, 0
-        total_flops = 0.0
+        size, probes_done = 0, 0
         for number, batch in enumerate(self.batches):
             self.progress(f"shares: batch {number + 1} of {len(self.batches)}")
-            args, kwargs = fresh(batch)
             with shadows.watching(), torch.enable_grad():
-                out = leaves(self.model(*args, **kwargs))
-                self.references.append([tensor.detach().float() for tensor in out])
-                rows = out[0].shape[0] if out and out[0].dim() else 1
-                size += rows
+                out = outputs(self.lower.reference(batch))
+                if not out:
+                    raise PinError(
+                        "got an output without floating tensors, in tensors, dicts, lists, tuples "
+                        "or dataclasses; expected some, to compare"
+                    )
+                self.references.append(as_float32(out))
+                rows = out[0].shape[0] if out[0].dim() else 1
+                if not rows or any(tensor.isnan().any() for tensor in out):
+                    what = "nan as the float32 output" if rows else "a batch without samples"
+                    raise PinError(f"inputs: got {what}, expected numbers to compare with")
                 done = probes or max(2, min(6, math.ceil(32 / (rows * len(self.batches)))))
+                size += rows * done
+                probes_done += done
                 try:
                     for _ in range(done if has_gradients else 0):
-                        has_gradients = shadows.add_probe(out, generator)
+                        has_gradients = shadows.add_probe(out, generator, 1 / done)
                         if not has_gradients:
                             break
                 except RuntimeError:  # an op without a derivative
                     has_gradients = False
             shadows.forget()
-        for candidate in self.candidates:
-            for name in ("low", "pin", "keep"):
-                setattr(candidate, name, getattr(candidate, name) / max(done, 1))
         leaf = [c for c in self.candidates if not any(c.found.module.children())]
         total_flops = sum(c.flops for c in leaf) or 1.0
         # The reference, two or three runs of every candidate, and backwards without weights.
         shadow = (3 if self.lower.whole else 2) * sum(c.flops for c in self.candidates)
-        self.forwards += 1 + shadow / total_flops + done
+        self.forwards += 1 + shadow / total_flops + probes_done / len(self.batches)
         alone = [c.name for c in self.candidates if not c.measured]
         if alone:
             self.notes.append(
@@ -265,9 +281,9 @@ class _Search:
             self.notes.append(
                 "the output has no gradient: searched by leaving out groups of pins, run by run"
             )
-        elif size * done < 16:
+        elif size < 16:
             warn(
-                f"inputs: {size} samples x {done} probes, expected 16 or more for shares to be "
+                f"inputs: samples times probes are {size}, expected 16 or more for shares to be "
                 "trusted; give more samples, or probes="
             )
         if any(_looks_like_noise(tensor) for batch in self.batches for tensor in leaves(batch)):
@@ -282,6 +298,7 @@ class _Search:
     def error(self, pinned: frozenset[str]) -> float:
         """The error of a real run with real pins; remembered."""
         if pinned not in self.errors:
+            self.runs += 1
             if pinned:
                 self.progress(f"run with {len(pinned)} pins")
                 self.forwards += 1
@@ -294,15 +311,20 @@ class _Search:
         return self.errors[pinned]
 
     def _error(self, outs: list[list[Tensor]], references: list[list[Tensor]]) -> float:
-        outs = [[tensor.float() for tensor in out] for out in outs]
         pairs = list(zip(references, outs, strict=True))
+        if any(len(reference) != len(out) for reference, out in pairs):
+            raise PinError("got outputs of another structure in low precision than in float32")
         if self.metric is not None:
-            return sum(float(self.metric(*pair)) for pair in pairs) / len(pairs)
+            error = sum(float(self.metric(*pair)) for pair in pairs) / len(pairs)
+            if error < 0:
+                raise PinError(f"metric: got {error}, expected a number of 0 or more")
+            return math.inf if math.isnan(error) else error
         wrong = right = 0.0
         for reference, out in pairs:
             for a, b in zip(reference, out, strict=True):
-                wrong += float((b - a).double().pow(2).sum())
-                right += float(a.double().pow(2).sum())
+                # An infinity on both sides, as of a mask, is no error.
+                wrong += float((b - a).masked_fill(a == b, 0.0).double().pow(2).sum())
+                right += _squared(a)
         error = math.sqrt(wrong / right if right else wrong)
         return math.inf if math.isnan(error) else error
 
@@ -355,8 +377,11 @@ class _Search:
         self.target = absolute if absolute is not None else tolerance * self.base
         self.before = before
         self.best = start
+        if not math.isfinite(self.base):
+            self._give_up_on_shares(start, absolute)
+            return
         # The shares are relative to what the low run really lost.
-        squared = sum(float(t.double().pow(2).sum()) for out in self.references for t in out)
+        squared = sum(_squared(tensor) for out in self.references for tensor in out)
         l2 = self._l2(start) if self.metric is not None else self.base
         self.total = max(l2**2 * squared, 1e-300)
         everything = self._outermost()
@@ -373,6 +398,9 @@ class _Search:
             return
         if self.output == "restore" and not self.lower.whole:
             self._choose_output(musts)
+            if self.output == "keep" and start:
+                self.errors = {frozenset(): before}  # the others were run with "restore"
+                self.base = self.error(start)
         order = self.sets(musts)
         if all_of_it not in order:
             order.append(all_of_it)
@@ -383,6 +411,18 @@ class _Search:
         if len(order) > 2 and self._runs_left(max_runs):
             self.error(order[-2])
         self._settle_for_less()
+
+    def _give_up_on_shares(self, start: frozenset[str], absolute: float | None) -> None:
+        """Not finite, and no candidate is to blame: a part of an infinite error says nothing."""
+        everything = frozenset(c.name for c in self._outermost())
+        if not math.isfinite(self.error(everything)):
+            everything = start
+        self.base = self.total = math.inf
+        self.best, self.target = everything, 0.0 if absolute is None else absolute
+        self.notes.append(
+            "the output is not finite in low precision, and no candidate makes it so by itself: "
+            "an operation between them does, in the root or in a module that is not a candidate"
+        )
 
     def _outermost(self) -> list[Candidate]:
         """The fewest candidates that hold all others."""
@@ -405,9 +445,10 @@ class _Search:
         least = min(self.errors.values())
         near = [pinned for pinned, error in self.errors.items() if error <= 1.02 * least]
         self.best = min(near, key=len)
-        self.notes.append(
-            f"the target of {self.target:.2e} was not reached; this is the best plan found"
-        )
+        if self.error(self.best) > self.target:
+            self.notes.append(
+                f"the target of {self.target:.2e} was not reached; this is the best plan found"
+            )
 
     def _shrink(self, pinned: frozenset[str], start: frozenset[str], max_runs: int) -> None:
         """Without gradients: from everything pinned, leave out as much as the target allows."""
@@ -484,7 +525,7 @@ class _Search:
         return next((i for i in inside if gains[i] >= wanted), inside[-1])
 
     def _runs_left(self, max_runs: int) -> bool:
-        runs = sum(1 for pinned in self.errors if pinned)
+        runs = self.runs - 1  # the first one is without pins
         enough = self.has_gradients and runs >= 3 and self.forwards + 1 > _MOST_FORWARDS
         return runs < max_runs and not enough
 
@@ -552,12 +593,15 @@ class _Search:
 
     # The outcome.
 
+    def _predicted_error(self) -> float:
+        if not math.isfinite(self.base):
+            return self.error(self.best)
+        return math.sqrt(self.predicted(self.best))
+
     def error_on(self, batches: list[Batch]) -> tuple[float, float]:
         """The errors on other inputs, before and with the plan."""
-        references = []
         with torch.no_grad():
-            for args, kwargs in map(fresh, batches):
-                references.append([t.float() for t in leaves(self.model(*args, **kwargs))])
+            references = [as_float32(self.lower.reference(batch)) for batch in batches]
         before = [self.lower.forward(batch, None) for batch in batches]
         pins = self._pins(self.best) if self.best else None
         after = [self.lower.forward(batch, pins) for batch in batches]
@@ -566,7 +610,6 @@ class _Search:
     def plan(self, unit: str, held_out: tuple[float, float] | None) -> Plan:
         rows = []
         for c in self.candidates:
-            share = math.inf if c.must else c.low / self.total
             remark = ""
             if c.must:
                 remark = "must: not finite in low precision"
@@ -579,7 +622,7 @@ class _Search:
                     name=c.name,
                     class_name=c.found.class_name,
                     pinned=c.name in self.best,
-                    share=1.0 if c.must else share,
+                    share=1.0 if c.must else c.low / self.total,
                     gain=1.0 if c.must else (c.low - c.pin) / self.total,
                     gain_keep=1.0 if c.must else (c.low - c.keep) / self.total,
                     price=c.price,
@@ -596,11 +639,11 @@ class _Search:
             unit=unit,
             error_before=self.before,
             target=self.target,
-            error_predicted=math.sqrt(self.predicted(self.best)),
+            error_predicted=self._predicted_error(),
             error_measured=measured,
             error_held_out=held_out,
             reached=measured <= self.target,
-            runs=len(self.errors),
+            runs=self.runs,
             forward_equivalents=self.forwards,
             notes=self.notes,
         )
@@ -627,34 +670,53 @@ def _batches(inputs: Any, what: str) -> list[Batch]:
     return found
 
 
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients for parameters inside; everything as before after it."""
-    modules = list(model.modules())
-    flags = [module.training for module in modules]
-    wants = [(value, value.requires_grad) for value in model.parameters()]
-    buffers = [(value, value.detach().clone()) for value in model.buffers()]
-    devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
-    autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-    with torch.random.fork_rng(list(devices)):
-        try:
-            for kind in autocast:
-                torch.set_autocast_enabled(kind, False)
-            for module in modules:
-                module.training = False
-            for value, _ in wants:
-                value.requires_grad_(False)
-            yield
-        finally:
-            for kind, on in autocast.items():
-                torch.set_autocast_enabled(kind, on)
-            for module, training in zip(modules, flags, strict=True):
-                module.training = training
-            for value, wanted in wants:
-                value.requires_grad_(wanted)
-            for buffer, old in buffers:
-                if not torch.equal(buffer, old):
-                    buffer.data.copy_(old)
+def _checked(
+    model: nn.Module, inputs: Any, holdout: Any
+) -> tuple[nn.Module, list[Batch], list[Batch]]:
+    """The model without wrappers, and the batches; refuses what could not be compared."""
+    batches = _batches(inputs, "inputs")
+    held = [] if holdout is None else _batches(holdout, "holdout")
+    everything = named(model)
+    for found in everything:
+        for name, value in found.module.named_parameters(prefix=found.names[0], recurse=False):
+            if is_lazy(value):
+                raise PinError(f"model: {name!r} is not initialised yet; run one forward first")
+            if value.dtype in FLOATS and value.dtype is not torch.float32:
+                raise PinError(
+                    f"model: got {name!r} in {short(value.dtype)}, expected a float32 model to "
+                    "compare with; model_dtype= is for one that will be cast as a whole"
+                )
+        if any(True for _ in _hooks.on(found.module)):
+            raise PinError(
+                f"model: got {found.names[0]!r} pinned already, expected no pins; unpin(model) "
+                "takes them off"
+            )
+    return everything[0].module, batches, held
+
+
+def _check_numbers(
+    tolerance: float, absolute: float | None, probes: int | None, max_runs: int, seed: int
+) -> None:
+    def check(name: str, value: Any, kind: type, good: Callable[[Any], bool], what: str) -> None:
+        right = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not right or not good(value):
+            raise PinError(f"{name}: got {value!r}, expected {what}")
+
+    if absolute is None:
+        between = "a number between 0 and 1"
+        check("tolerance", tolerance, float, lambda value: 0 < value < 1, between)
+    else:
+        more = "a number above 0"
+        check("absolute_tolerance", absolute, float, lambda v: 0 < v < math.inf, more)
+    if probes is not None:
+        check("probes", probes, int, lambda value: value > 0, "a number above 0")
+    check("max_runs", max_runs, int, lambda value: value > 0, "a number above 0")
+    check("seed", seed, int, lambda value: True, "an integer")
+
+
+def _squared(reference: Tensor) -> float:
+    """The squared norm of what is finite."""
+    return float(reference.masked_fill(~reference.isfinite(), 0.0).double().pow(2).sum())
 
 
 def _looks_like_noise(tensor: Tensor) -> bool:
