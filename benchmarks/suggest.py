@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import dtypepin
 from dtypepin._shares import Lower
-from dtypepin._state import untouched
+from dtypepin._state import ModelState, untouched
 from dtypepin._suggest import _Search
 
 TOLERANCES = (0.9, 0.75, 0.5, 0.35)
@@ -66,7 +66,11 @@ class Problem:
 
     def _search(self, inputs, dtype):
         search = _Search(
-            self.model, [inputs], Lower(self.model, dtype, False), None, lambda _: None
+            self.model,
+            [inputs],
+            Lower(self.model, ModelState(self.model), dtype, False, 0),
+            None,
+            lambda _: None,
         )
         with untouched(self.model):
             search.find_candidates(None, None)
