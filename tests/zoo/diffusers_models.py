@@ -1,0 +1,5 @@
+"""Small diffusers models with random weights."""
+
+from entry import Entry
+
+DIFFUSERS: list[Entry] = []
