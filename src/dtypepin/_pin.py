@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dtypepin import _handles, _hooks, _params, _refuse, _region
 from dtypepin._cast import resolve_dtype
@@ -133,9 +134,11 @@ class _Plan:
         ]
 
     def pin(self, found: Named, method: str) -> Pin:
+        # A parametrization is handed all parts of one tensor, as weight norm's two originals.
+        parts = any(isinstance(p, parametrize.ParametrizationList) for p in found.parents)
         return Pin(
             self.dtype,
-            self.inputs,
+            "all" if parts else self.inputs,
             self.output,
             found.names[0],
             method,
@@ -186,7 +189,8 @@ def apply(
             parameter (not of a buffer) is lost.
         inputs: ``"first"`` casts the first floating tensor argument, positional before keyword,
             and every other argument that is the very same tensor. ``"all"`` casts every floating
-            tensor in the arguments, nested too.
+            tensor in the arguments, nested too, as always for a parametrization. With both, an
+            argument that names a floating dtype names the pin's.
         output: ``"restore"`` gives floating outputs the first input's dtype back (the parameters'
             dtype where no floating tensor goes in), ``"keep"`` leaves them in ``dtype``, a dtype
             casts them to that one.
