@@ -76,6 +76,9 @@ def pytest_terminal_summary(terminalreporter, config):
             f"{count[FAILED]:>8}  {count[NOTHING]} {NOTHING}, {count[MODEL_FAILS]} {MODEL_FAILS}"
         )
     write(f"Each model is tried with {' and '.join(KINDS)} pinned, {' and '.join(MODES)}.")
+    write(
+        "Refused: by a PinError, or by an error or an audit that says what to do, which then holds."
+    )
     for verdict in (REFUSED, MODEL_FAILS, FAILED):
         for entry, outcomes, _ in results:
             details = {}
@@ -87,7 +90,10 @@ def pytest_terminal_summary(terminalreporter, config):
     never = sum(outcome.never_ran for _, outcomes, _ in results for outcome in outcomes)
     pins = sum(outcome.pins for _, outcomes, _ in results for outcome in outcomes)
     write(f"{pins} pins; {never} of them on modules that the model's forward did not call")
-    other = sum(any(o.other_dtype for o in outcomes) for _, outcomes, _ in results)
-    write(f"{other} models gave another output dtype under autocast, as output='restore' means it")
+    other = [entry.name for entry, outcomes, _ in results if any(o.other_dtype for o in outcomes)]
+    write(
+        f"{len(other)} models gave another output dtype under autocast, since they end in a pinned "
+        f"module, which gives out what came in: {', '.join(other)}"
+    )
     slow = sorted(results, key=lambda result: -result[2])[:5]
     write("slowest: " + ", ".join(f"{entry.name} {seconds:.0f} s" for entry, _, seconds in slow))

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 import dtypepin
 from dtypepin import _hooks
 
-#: What is pinned, as arguments of ``dtypepin.apply``.
+#: What is pinned, as arguments of ``dtypepin.apply``: whatever is called after a norm, or after
+#: attention, and in some models that is more than one layer, up to the whole model.
 KINDS: dict[str, dict[str, Any]] = {
-    "norms": {"class_patterns": r"\w*Norm\w*$"},
-    "attention": {"class_patterns": r"\w*Attention$", "inputs": "all"},
+    "norms": {"class_patterns": r"[Nn]orm\w*$"},
+    "attention": {"class_patterns": r"Att(entio)?n\w*$", "inputs": "all"},
 }
 #: How the model is run: stored in float32 under autocast, or stored in bf16 without it.
 MODES = ("autocast", "bf16")
@@ -32,6 +33,9 @@ REFUSED = "refused"
 FAILED = "failed"
 NOTHING = "nothing to pin"
 MODEL_FAILS = "model itself fails"
+
+#: What dtypepin says where a pinned module got floating inputs that ``inputs="first"`` leaves.
+ADVICE = 'inputs="all" would cast them too'
 
 Built = tuple[nn.Module, dict[str, Any]]
 
@@ -47,6 +51,7 @@ class Outcome:
     pins: int = 0
     never_ran: int = 0
     other_dtype: str = ""
+    problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
@@ -57,6 +62,7 @@ class Run:
     dtypes: dict[str, torch.dtype]
     values: dict[str, Tensor]
     grads: dict[str, Tensor]
+    state: State
 
 
 def sweep(build: Callable[[], Built]) -> Iterator[Outcome]:
@@ -87,7 +93,25 @@ def sweep_mode(model: nn.Module, inputs: dict[str, Any], mode: str) -> Iterator[
             yield Outcome(kind, mode, MODEL_FAILS, brief(error))
         return
     for kind, arguments in KINDS.items():
-        yield check(copy.deepcopy(pristine), inputs, mode, kind, arguments, unpinned)
+        outcome = check(copy.deepcopy(pristine), inputs, mode, kind, arguments, unpinned)
+        if outcome.problems and all(ADVICE in problem for problem in outcome.problems):
+            # A norm of several inputs: dtypepin said what to do, and that has to be true.
+            every = {**arguments, "inputs": "all"}
+            again = check(copy.deepcopy(pristine), inputs, mode, kind, every, unpinned)
+            if again.verdict == HONOURED:
+                outcome.verdict = REFUSED
+            else:
+                outcome.detail += f"; and with inputs='all': {again.detail}"
+        if outcome.verdict == FAILED and not reproducible(pristine, inputs, mode):
+            outcome.verdict = MODEL_FAILS
+            outcome.detail = f"its unpinned runs differ; {outcome.detail}"
+        yield outcome
+
+
+def reproducible(pristine: nn.Module, inputs: dict[str, Any], mode: str) -> bool:
+    """Whether two unpinned runs of a model give the same bits."""
+    one, two = (run(copy.deepcopy(pristine), inputs, mode) for _ in range(2))
+    return not other_bits(one, two)
 
 
 def check(
@@ -106,7 +130,7 @@ def check(
     except dtypepin.PinError as error:
         outcome.verdict = NOTHING if "no module matched" in str(error) else REFUSED
         outcome.detail = str(error)
-        problems = differences(before, state_of(model))
+        problems = differences(before, before, state_of(model))
         if problems:
             outcome.verdict, outcome.detail = FAILED, f"refused, but changed: {problems}"
         return outcome
@@ -142,10 +166,11 @@ def check(
         problems += compare_dtypes(unpinned, pinned, mode, outcome)
         if outcome.never_ran == outcome.pins and not problems:
             outcome.verdict, outcome.detail = NOTHING, "none of the pinned modules was called"
-    problems += differences(before, state_of(model))
+    problems += differences(before, unpinned.state, state_of(model))
     problems += not_exact(model, before, inputs, mode, unpinned)
     if problems:
-        outcome.verdict, outcome.detail = FAILED, "; ".join(problems)
+        outcome.verdict, outcome.problems = FAILED, problems
+        outcome.detail = "; ".join(problems)
     return outcome
 
 
@@ -229,19 +254,23 @@ def not_exact(
         again = run(model, inputs, mode)
     except Exception as error:
         return [f"after unpinning: raised {brief(error)}"]
-    problems = []
+    return [f"after unpinning, other bits: {text}" for text in other_bits(unpinned, again)]
+
+
+def other_bits(one: Run, two: Run) -> list[str]:
+    """The first output and the first gradient that two runs do not have alike."""
+    found = []
     for what, mine, theirs in (
-        ("output", unpinned.values, again.values),
-        ("gradient of ", unpinned.grads, again.grads),
+        ("output", one.values, two.values),
+        ("gradient of ", one.grads, two.grads),
     ):
-        different = [
+        different = sorted(
             name
             for name in mine.keys() | theirs.keys()
             if name not in mine or name not in theirs or not same_bits(mine[name], theirs[name])
-        ]
-        if different:
-            problems.append(f"after unpinning, other bits: {what}{sorted(different)[0]} and others")
-    return problems
+        )
+        found += [f"{what}{different[0]} and {len(different) - 1} others"] if different else []
+    return found
 
 
 def run(model: nn.Module, inputs: dict[str, Any], mode: str) -> Run:
@@ -263,6 +292,7 @@ def run(model: nn.Module, inputs: dict[str, Any], mode: str) -> Run:
         {path: value.dtype for path, value in found.items()},
         {path: value.detach() for path, value in found.items()},
         {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        state_of(model),
     )
 
 
@@ -276,44 +306,47 @@ class State:
     objects: dict[str, int]
     dtypes: dict[str, torch.dtype]
     bits: dict[str, Tensor]
-    attributes: dict[str, tuple[str, ...]]
+    views: dict[str, list[tuple[str, int]]]
+    attributes: dict[str, list[str]]
     hooks: dict[str, tuple[int, ...]]
-    keys: tuple[str, ...]
+    keys: list[str]
 
 
 def state_of(model: nn.Module) -> State:
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     parameters = dict(model.named_parameters())
+    tensors = parameters | dict(model.named_buffers())
     modules = dict(model.named_modules())
     return State(
-        {n: id(t) for n, t in parameters.items()},
-        {n: t.dtype for n, t in tensors.items()},
-        {n: t.detach().clone() for n, t in tensors.items()},
-        {n: (*sorted(vars(m)), *map(str, dicts_of(m))) for n, m in modules.items()},
-        {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in modules.items()},
-        tuple(model.state_dict()),
+        objects={n: id(t) for n, t in parameters.items()},
+        dtypes={n: t.dtype for n, t in tensors.items()},
+        bits={n: t.detach().clone() for n, t in tensors.items()},
+        views={n: dicts_of(m) for n, m in modules.items()},
+        attributes={n: sorted(vars(m)) for n, m in modules.items()},
+        hooks={n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in modules.items()},
+        keys=list(model.state_dict()),
     )
 
 
-def dicts_of(module: nn.Module) -> list[Any]:
+def dicts_of(module: nn.Module) -> list[tuple[str, int]]:
     """The very dicts of a module, which come back after a pin."""
     return [(type(values).__name__, id(values)) for values in (module._parameters, module._buffers)]
 
 
-def differences(before: State, after: State) -> list[str]:
+def differences(before: State, own: State, after: State) -> list[str]:
+    """What is not as it was before, and not as the model itself leaves it after a run either."""
     problems = []
-    for what in ("objects", "dtypes", "attributes", "hooks"):
-        mine, theirs = getattr(before, what), getattr(after, what)
-        changed = [n for n in mine if n not in theirs or mine[n] != theirs[n]]
-        if what == "attributes":
-            # A forward may set attributes of its own.
-            changed = [n for n in changed if n in theirs and mine[n][-2:] != theirs[n][-2:]]
+    for what in ("objects", "dtypes", "views", "attributes", "hooks"):
+        old, ran, new = (getattr(state, what) for state in (before, own, after))
+        changed = [n for n in old | new if new.get(n) != old.get(n) and new.get(n) != ran.get(n)]
+        if what == "dtypes":
+            # Caches that a forward makes anew in the dtype of what comes in.
+            changed = [n for n in changed if old.get(n) == ran.get(n)]
         if changed:
             problems.append(f"{what} not as before: {changed[:5]}")
     parameters = [n for n in before.objects if not same_bits(before.bits[n], after.bits[n])]
     if parameters:
         problems.append(f"bits of parameters not as before: {parameters[:5]}")
-    if before.keys != after.keys:
+    if before.keys != after.keys != own.keys:
         problems.append("state_dict has other keys")
     return problems
 
