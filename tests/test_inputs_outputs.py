@@ -67,6 +67,22 @@ class AdaptiveNorm(nn.Module):
         return self(None, step, hidden_dtype)
 
 
+@pytest.mark.parametrize("outer", ["float32", "float64", "half"])
+@pytest.mark.parametrize("override", [True, False])
+def test_an_embedding_in_a_pinned_region_gives_what_that_region_would_read(outer, override):  # O5
+    # ``"embeddings"`` finds BERT's block of embeddings, and each single one in it.
+    spy = Spy(lambda ids: spy.table(ids))
+    spy.table = nn.Embedding(4, 2, dtype=torch.bfloat16)
+    dtypepin.apply(spy, "table", override_parameters=override)
+    pins = dtypepin.apply(spy, "^$", dtype=outer, output="keep")
+    out = spy(torch.arange(4))
+    assert out.dtype is getattr(torch, outer)
+    assert torch.equal(out, spy.table.weight.to(out.dtype))
+    assert spy.table(torch.arange(4)).dtype is torch.bfloat16  # outside, as it would be unpinned
+    with pins.disabled():
+        assert spy(torch.arange(4)).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("inputs", ["first", "all"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("with_tensor", [True, False])

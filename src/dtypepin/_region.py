@@ -211,6 +211,8 @@ def enter(
     restore: torch.dtype | None
     if rule.output == "restore":
         restore = first.dtype if first is not None else _parameter_dtype(module)
+        if first is None and restore is not None and frames and frames[-1].dtype is not None:
+            restore = frames[-1].dtype  # as its parameters would read in that region unpinned
     elif rule.output == "keep":
         restore = None
     else:
