@@ -90,6 +90,9 @@ def pytest_terminal_summary(terminalreporter, config):
     never = sum(outcome.never_ran for _, outcomes, _ in results for outcome in outcomes)
     pins = sum(outcome.pins for _, outcomes, _ in results for outcome in outcomes)
     write(f"{pins} pins; {never} of them on modules that the model's forward did not call")
+    for entry, outcomes, _ in results:
+        for remark in dict.fromkeys(text for outcome in outcomes for text in outcome.remarks):
+            write(f"{entry.name}: {remark}")
     other = [entry.name for entry, outcomes, _ in results if any(o.other_dtype for o in outcomes)]
     write(
         f"{len(other)} models gave another output dtype under autocast, since they end in a pinned "
