@@ -9,6 +9,9 @@ from dtypepin import _region
 
 torch.set_num_threads(1)  # the models are tiny
 
+#: Needs frameworks that the other tests do not; ``pytest tests/zoo``, as ``tox -e zoo`` does.
+collect_ignore = ["zoo"]
+
 
 def pytest_addoption(parser):
     parser.addoption("--overwrite", action="store_true", help="write the golden files anew")

@@ -253,6 +253,32 @@ def test_a_pin_that_is_honoured():
     report.assert_honoured()
 
 
+class Modulated(nn.Module):
+    """The norm of diffusers' Sana: scale and shift come in beside what they act on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x, scale, shift=None):
+        return self.norm(x) * (1 + scale) + (scale if shift is None else shift)
+
+
+def test_partly_says_so_where_other_inputs_were_not_cast():
+    m = nn.ModuleDict({"norm": Modulated(), "own": OwnAutocast(4, 4)}).bfloat16()
+    said = 'other floating inputs were left in bfloat16: inputs="all" would cast them too'
+    with dtypepin.pin_dtype(m, ["^norm$", "own"]), dtypepin.audit(m) as report:
+        m["norm"](x(), x(), shift=x())
+        m["own"](x())
+    assert verdicts(report) == {
+        "norm": ("partly", f"add ran in bfloat16; {said}"),
+        "own": ("partly", "addmm ran in bfloat16"),
+    }
+    with dtypepin.pin_dtype(m, "norm$", inputs="all"), dtypepin.audit(m) as report:
+        m["norm"](x(), x(), shift=x())
+    assert {pin.verdict for pin in report.pins} == {"honoured"}
+
+
 def test_a_module_with_an_autocast_of_its_own_is_honoured_partly():
     m = nn.Sequential(OwnAutocast(4, 4))
     with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:

@@ -121,6 +121,35 @@ def test_compiled_in_one_graph_equals_eager(backend, autocast, dtype, override):
 
 
 @fullgraph
+class NamesADtype(nn.Module):
+    """Tells its child which dtype to compute in, as diffusers' adaptive norms are told."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Told()
+
+    def forward(self, x):
+        return self.norm(x, hidden_dtype=x.dtype)
+
+
+class Told(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, hidden_dtype):
+        return self.linear(x.to(hidden_dtype))
+
+
+@fullgraph
+@pytest.mark.parametrize("inputs", ["first", "all"])
+def test_an_argument_that_names_a_dtype_is_traced(inputs):
+    model, x = NamesADtype().bfloat16(), torch.randn(3, 8, dtype=BF16)
+    with pin_dtype(model, "norm$", inputs=inputs):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), model(x))
+
+
 @pytest.mark.inductor
 def test_inductor_equals_eager():
     compiles_like_eager("inductor", True, BF16, False)

@@ -52,6 +52,61 @@ def test_the_first_floating_tensor_counts_not_the_first_argument():  # I1
     assert spy.args[1].dtype is torch.float32
 
 
+class AdaptiveNorm(nn.Module):
+    """As in diffusers: the caller says which dtype to compute in."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x, step, hidden_dtype=None):
+        shift = self.linear(torch.ones(2, 4).mul(step[:, None]).to(hidden_dtype))
+        return shift if x is None else self.norm(x) + shift
+
+    def embed(self, step, hidden_dtype):
+        return self(None, step, hidden_dtype)
+
+
+@pytest.mark.parametrize("outer", ["float32", "float64", "half"])
+@pytest.mark.parametrize("override", [True, False])
+def test_an_embedding_in_a_pinned_region_gives_what_that_region_would_read(outer, override):  # O5
+    # ``"embeddings"`` finds BERT's block of embeddings, and each single one in it.
+    spy = Spy(lambda ids: spy.table(ids))
+    spy.table = nn.Embedding(4, 2, dtype=torch.bfloat16)
+    dtypepin.apply(spy, "table", override_parameters=override)
+    pins = dtypepin.apply(spy, "^$", dtype=outer, output="keep")
+    out = spy(torch.arange(4))
+    assert out.dtype is getattr(torch, outer)
+    assert torch.equal(out, spy.table.weight.to(out.dtype))
+    assert spy.table(torch.arange(4)).dtype is torch.bfloat16  # outside, as it would be unpinned
+    with pins.disabled():
+        assert spy(torch.arange(4)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("inputs", ["first", "all"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("with_tensor", [True, False])
+def test_an_argument_that_names_a_floating_dtype_names_the_pins(inputs, autocast, with_tensor):
+    m = AdaptiveNorm() if autocast else AdaptiveNorm().bfloat16()
+    pins = dtypepin.apply(m, "^$", inputs=inputs, methods_to_override=["forward", "embed"])
+    x = torch.randn(2, 4, dtype=torch.bfloat16) if with_tensor else None
+    step = torch.tensor([1, 2])
+    with dtypepin.audit(m) as report, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outs = [m(x, step, torch.bfloat16), m(x, step, hidden_dtype=torch.bfloat16)]
+        outs.append(m.embed(step, torch.bfloat16))
+    assert {pin.verdict for pin in report.pins} == {"honoured"}
+    assert outs[0].dtype is (torch.bfloat16 if with_tensor else m.linear.weight.dtype)
+    pins.remove()
+
+
+def test_only_floating_dtypes_among_the_arguments_are_replaced():
+    spy = pinned(Spy())
+    x = torch.ones(2, dtype=torch.bfloat16)
+    spy(x, torch.int64, torch.bfloat16, [torch.half], a=torch.complex64, b=torch.float64, c="half")
+    assert spy.args[1:] == (torch.int64, torch.float32, [torch.half])
+    assert spy.kwargs == {"a": torch.complex64, "b": torch.float32, "c": "half"}
+
+
 def test_keyword_inputs_are_cast_like_positional_ones():  # I2
     norm = pinned(nn.LayerNorm(4).bfloat16())
     x = torch.randn(2, 4, dtype=torch.bfloat16)

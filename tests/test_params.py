@@ -356,6 +356,24 @@ def test_parametrized_modules_work(norm, train):
     assert m(torch.randn(2, 4, dtype=BF16)).dtype is BF16
 
 
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+def test_a_pinned_parametrization_gets_all_parts_of_its_tensor_cast(norm):
+    # The norms of Wav2Vec2 and its kin: ``class_patterns="Norm"`` finds their _WeightNorm too.
+    make = getattr(nn.utils.parametrizations, norm)
+    m = nn.Sequential(make(nn.Linear(4, 4))).bfloat16()
+    x = torch.randn(2, 4, dtype=BF16)
+    with (
+        dtypepin.pin_dtype(m, class_patterns="_(Weight|Spectral)Norm") as pins,
+        dtypepin.audit(m) as report,
+    ):
+        out = m(x)
+        out.sum().backward()
+        assert m[0].weight.dtype is out.dtype is BF16
+    assert len(pins) == 1
+    assert report.pins[0].verdict == "honoured"
+    assert {p.grad.dtype for p in m.parameters()} == {BF16}
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     "make",

@@ -72,6 +72,7 @@ class _Seen:
         ops: which ops ran in its regions in which dtype.
         without: dtypes of ops in it and its children without pins; None where not measured.
         bytes: size of all casts that it made.
+        not_cast: what to say of inputs that its regions got in another dtype.
         bad: calls with a non-finite value in the inputs and in the outputs.
         cause: why it has not run, as far as can be told.
     """
@@ -83,6 +84,7 @@ class _Seen:
         self.ops: dict[tuple[str, str], None] = {}
         self.without: set[str] | None = None
         self.bytes = 0
+        self.not_cast = ""
         self.bad = 0
         self.cause = ""
         # What is looked for on the stack while the pin has not run.
@@ -238,7 +240,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.before_pin, with_kwargs=True, prepend=True
                 )
                 self.hooked.callback(before.remove)
-                self.hooked.callback(module.register_forward_hook(self.after_pin).remove)
+                after = module.register_forward_hook(self.after_pin, with_kwargs=True)
+                self.hooked.callback(after.remove)
 
     # Modules.
 
@@ -305,10 +308,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.look_at_inputs(call, kwargs)
         self.look_at_output(call, output)
 
-    def after_pin(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The output of a pinned module after its pin has cast it back."""
+    def after_pin(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The output of a pinned module after its pin has cast it back, and its cast inputs."""
         if not self.elsewhere() and self.calls and self.calls[-1].module is module:
             self.look_at_output(self.calls[-1], output)
+            pin = _hooks.top(module, "forward")
+            if pin in self.pins and not self.pins[pin].not_cast:
+                self.pins[pin].not_cast = _region.not_cast(pin, args, kwargs)
 
     def look_at_inputs(self, call: _Call, values: Any) -> None:
         row = call.row
@@ -476,7 +482,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 here = any(module is part for part in self.model.modules())
                 detail = "its module was not called" if here else "its module has left the model"
         elif wrong:
-            verdict, detail = PARTLY, ", ".join(wrong)
+            verdict, detail = PARTLY, ", ".join(wrong) + seen.not_cast
         elif seen.bad:
             verdict, detail = BAD_INPUT, "it comes from outside the model"
             if self.culprit is not None and self.culprit is not module:

@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dtypepin import _handles, _hooks, _params, _refuse, _region
 from dtypepin._cast import resolve_dtype
@@ -147,9 +148,11 @@ class _Plan:
 
     def pin(self, found: Named, method: str) -> Pin:
         wanted = self.settings
+        # A parametrization is handed all parts of one tensor, as weight norm's two originals.
+        parts = any(isinstance(p, parametrize.ParametrizationList) for p in found.parents)
         return Pin(
             wanted.dtype,
-            wanted.inputs,
+            "all" if parts else wanted.inputs,
             wanted.output,
             found.names[0],
             method,
@@ -200,7 +203,8 @@ def apply(
             parameter (not of a buffer) is lost.
         inputs: ``"first"`` casts the first floating tensor argument, positional before keyword,
             and every other argument that is the very same tensor. ``"all"`` casts every floating
-            tensor in the arguments, nested too.
+            tensor in the arguments, nested too, as always for a parametrization. With both, an
+            argument that names a floating dtype names the pin's.
         output: ``"restore"`` gives floating outputs the first input's dtype back (the parameters'
             dtype where no floating tensor goes in), ``"keep"`` leaves them in ``dtype``, a dtype
             casts them to that one.

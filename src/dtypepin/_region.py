@@ -198,14 +198,21 @@ def enter(
     rule.ran = True
     dtype = rule.dtype
     cast_args = None
+    if kwargs or len(args) > 1:
+        cast_args = _name_dtype(args, kwargs, dtype)
+        if cast_args is not None:
+            args, kwargs = cast_args
     first = args[0] if args else None
     if rule.inputs == "all":
-        first, cast_args = _cast_all(args, kwargs, dtype)
+        first, new = _cast_all(args, kwargs, dtype)
+        cast_args = cast_args if new is None else new
     elif not (isinstance(first, Tensor) and first.dtype in FLOATS):
         first = _first(args, kwargs)
     restore: torch.dtype | None
     if rule.output == "restore":
         restore = first.dtype if first is not None else _parameter_dtype(module)
+        if first is None and restore is not None and frames and frames[-1].dtype is not None:
+            restore = frames[-1].dtype  # as its parameters would read in that region unpinned
     elif rule.output == "keep":
         restore = None
     else:
@@ -230,7 +237,7 @@ def enter(
         # Not ``torch.autocast(...).__enter__()``: it breaks fullgraph, and a KeyboardInterrupt
         # that skips its exit leaves autocast's weight cache alive, so old weights stay in use.
         torch.set_autocast_enabled(device, False)
-    if cast_args is None and first is not None and first.dtype is not dtype:
+    if rule.inputs != "all" and first is not None and first.dtype is not dtype:
         try:
             # Only now: the same cast costs twice as much with autocast on.
             cast_args = _replace(args, kwargs, first, CASTS[dtype](first))
@@ -306,21 +313,26 @@ def disabled(rules: list[Rule]) -> Iterator[None]:
 def note(rule: Rule, args: Args, kwargs: Kwargs) -> str:
     """What to add to an exception that was raised in a region of this rule."""
     text = f"[dtypepin] raised inside {where(rule)}, pinned to {short(rule.dtype)}"
-    if rule.inputs == "first":
-        left = {}
+    return text + not_cast(rule, args, kwargs)
 
-        def look(tensor: Tensor) -> Tensor:
-            if tensor.dtype is not rule.dtype:
-                left[short(tensor.dtype)] = True
-            return tensor
 
-        map_tensors((args, kwargs), look)
-        if left:
-            text += (
-                f"; other floating inputs were left in {', '.join(left)}: "
-                'inputs="all" would cast them too'
-            )
-    return text
+def not_cast(rule: Rule, args: Args, kwargs: Kwargs) -> str:
+    """What to say of inputs that came into a region of this rule in another dtype, if any did."""
+    left: dict[str, None] = {}
+    if rule.inputs == "all":
+        return ""
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.dtype is not rule.dtype:
+            left[short(tensor.dtype)] = None
+        return tensor
+
+    map_tensors((args, kwargs), look)
+    if not left:
+        return ""
+    return (
+        f'; other floating inputs were left in {", ".join(left)}: inputs="all" would cast them too'
+    )
 
 
 def where(rule: Rule) -> str:
@@ -337,6 +349,24 @@ def _casts_of(frames: list[Frame]) -> list[BufferCast]:
             break
         found += frame.buffers or ()
     return found
+
+
+def _name_dtype(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Args, Kwargs] | None:
+    """The arguments with the pin's dtype where one names a floating dtype; None where none does.
+
+    ``norm(x, hidden_dtype=x.dtype)`` says what to compute in: diffusers' adaptive norms do.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.dtype) and value is not dtype and value in FLOATS:
+            return (
+                tuple([dtype if _is_float(value) else value for value in args]),
+                {key: dtype if _is_float(value) else value for key, value in kwargs.items()},
+            )
+    return None
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value in FLOATS
 
 
 def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
