@@ -96,7 +96,7 @@ def pytest_terminal_summary(terminalreporter, config):
     other = [entry.name for entry, outcomes, _ in results if any(o.other_dtype for o in outcomes)]
     # Each pinned module has given out what came in, or it had failed: see ``wrong_outputs``.
     write(
-        f"{len(other)} models gave another output dtype under autocast, where a pinned module gives "
+        f"{len(other)} models gave another output dtype under autocast: a pinned module gives "
         f"out what came in and not what its last op gives: {', '.join(other)}"
     )
     slow = sorted(results, key=lambda result: -result[2])[:5]
