@@ -94,9 +94,10 @@ def pytest_terminal_summary(terminalreporter, config):
         for remark in dict.fromkeys(text for outcome in outcomes for text in outcome.remarks):
             write(f"{entry.name}: {remark}")
     other = [entry.name for entry, outcomes, _ in results if any(o.other_dtype for o in outcomes)]
+    # Each pinned module has given out what came in, or it had failed: see ``wrong_outputs``.
     write(
-        f"{len(other)} models gave another output dtype under autocast, since they end in a pinned "
-        f"module, which gives out what came in: {', '.join(other)}"
+        f"{len(other)} models gave another output dtype under autocast: a pinned module gives "
+        f"out what came in and not what its last op gives: {', '.join(other)}"
     )
     slow = sorted(results, key=lambda result: -result[2])[:5]
     write("slowest: " + ", ".join(f"{entry.name} {seconds:.0f} s" for entry, _, seconds in slow))
