@@ -1,12 +1,17 @@
 """What an audit sees and how it judges pins. N1, N3, O3 of the cases."""
 
 import copy
+import gc
 import json
 import pickle
+import random
 import threading
 import warnings
+import weakref
+from contextlib import ExitStack
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import dtypepin
-from dtypepin import PinError, _audit, _region
+from dtypepin import PinError, _audit, _hooks, _region
 
 BF16, F16, F32 = torch.bfloat16, torch.half, torch.float32
 
@@ -422,8 +427,11 @@ def test_an_infinite_mask_is_no_fault():
     with dtypepin.pin_dtype(m, "a", inputs="all"), dtypepin.audit(m) as report:
         m["a"](x(), mask)
     assert verdicts(report) == {"a": ("honoured", "")}
-    assert row(report, "a").nonfinite_in == 1
+    assert row(report, "a").nonfinite_in == 0
     assert report.first_bad == ""
+    with dtypepin.audit(m) as report:
+        m["a"](x(), mask - 1)  # no mask: -inf beside other numbers
+    assert row(report, "a").nonfinite_in == 1
 
 
 def test_a_cast_back_that_overflows():  # O3
@@ -437,7 +445,8 @@ def test_a_cast_back_that_overflows():  # O3
         "first bad value: the output of '0', its input finite, "
         "and float32 before the pin cast it back"
     )
-    assert verdicts(report) == {"0": ("honoured", "")}
+    too_large = "its output is too large for the dtype it is cast back to"
+    assert verdicts(report) == {"0": ("honoured", too_large)}
     with dtypepin.pin_dtype(m, "0", output="keep"), dtypepin.audit(m) as report:
         assert m(big).item() == 80000
     assert row(report, "0").overflowed == 0
@@ -514,20 +523,240 @@ def test_a_module_that_cannot_be_copied_is_honoured_unmeasured():
     with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
         m(x(F32))
     assert verdicts(report) == {"0": ("honoured", "")}
-    assert report.notes == ["'no effect' could not be measured, no copy to be had: '0'"]
+    assert report.notes == ["'no effect' could not be measured: '0'"]
 
 
-def test_the_extra_run_shares_the_weights():
-    class Heavy(nn.Parameter):
-        def __deepcopy__(self, memo):
-            raise MemoryError
+class Restless(nn.Module):
+    """Writes to its parameters, draws random numbers, and learns in its forward."""
 
-    m = nn.Sequential(nn.LayerNorm(4))
-    m[0].weight = Heavy(torch.ones(4))
+    def __init__(self):
+        super().__init__()
+        self.weight, self.steps = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            (x * self.weight).sum().backward()
+        with torch.no_grad():
+            self.steps.add_(1)
+        return x * self.steps + torch.rand(4) + random.random() + np.random.rand()
+
+
+def test_parameters_gradients_and_other_random_numbers_survive_the_extra_run():
+    outs = []
+    for audited in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        m = nn.Sequential(Restless())
+        with dtypepin.pin_dtype(m, "0"), ExitStack() as stack:
+            if audited:
+                report = stack.enter_context(dtypepin.audit(m))
+            out = m(torch.ones(4))
+        outs.append((out.tolist(), m[0].steps.tolist(), m[0].weight.grad.tolist()))
+    assert verdicts(report)["0"][0] == "no effect"
+    assert outs[0] == outs[1]
+
+
+def test_it_is_measured_again_under_other_circumstances():
+    m, value = nn.Sequential(nn.Linear(4, 4)), x(F32)
+    for order in ((False, True), (True, False)):
+        with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
+            for on in order:
+                with torch.autocast("cpu", BF16, enabled=on):
+                    m(value)
+        assert verdicts(report) == {"0": ("honoured", "")}
+
+
+def test_an_inner_pin_that_the_extra_run_did_not_reach_is_said_to_be_unmeasured():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.a(x) if self.calls == 1 else self.b(x)
+
+    m = nn.ModuleDict({"s": Sometimes()})
+    with dtypepin.pin_dtype(m, [r"^s$", "b"]), dtypepin.audit(m) as report:
+        m["s"](x(F32))
+        m["s"](x(F32))
+    assert verdicts(report)["s.b"] == ("honoured", "")
+    assert report.notes == ["'no effect' could not be measured: 's.b'"]
+
+
+def test_an_extra_run_that_fails_says_nothing_but_dtypes_that_clash_do():
+    class Force(nn.Linear):
+        def forward(self, x):
+            if not _audit._quiet.on and fails and self.weight.dtype is x.dtype is BF16:
+                raise ValueError("only where it is not pinned")
+            (grad,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+            return grad
+
+    fails = False
+    m, value = nn.Sequential(Force(4, 1)), x(F32).requires_grad_()
+    with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
+        m(value)
+    assert verdicts(report)["0"][0] == "no effect"  # gradients are there in it as well
+    fails = True
+    with dtypepin.pin_dtype(m.bfloat16(), "0"), dtypepin.audit(m) as report:
+        m(x().requires_grad_())
+    assert verdicts(report)["0"][0] == "honoured"
+    assert report.notes == ["'no effect' could not be measured: '0'"]
+    m = nn.Sequential(nn.Linear(4, 4)).bfloat16()
     with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
         m(x(F32))
-    assert verdicts(report)["0"][0] == "no effect"
+    assert verdicts(report)["0"] == ("honoured", "")
     assert report.notes == []
+
+
+def test_hooks_of_the_user_run_in_the_extra_run():
+    m = nn.Sequential(nn.Linear(4, 4, bias=False))
+    m[0].register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    m.bfloat16()
+    with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
+        m(x(F32))
+    assert verdicts(report) == {"0": ("honoured", "")}
+    assert report.notes == []
+
+
+@pytest.mark.parametrize(
+    ("module", "dtype", "output", "verdict"),
+    [
+        (nn.Embedding(4, 4), "float16", "restore", "honoured"),  # rounds its weight
+        (nn.Embedding(4, 4).bfloat16(), "float32", "restore", "no effect"),
+        (nn.Embedding(4, 4).bfloat16(), "float32", "keep", "honoured"),
+        (nn.Embedding(4, 4), "float32", "keep", "no effect"),
+    ],
+)
+def test_casts_alone_are_an_effect_where_something_changes(module, dtype, output, verdict):
+    m = nn.Sequential(module)
+    with dtypepin.pin_dtype(m, "0", dtype=dtype, output=output), dtypepin.audit(m) as report:
+        m(torch.arange(4))
+    assert verdicts(report)["0"][0] == verdict
+
+
+def test_pins_that_come_and_go_inside_the_block():
+    m = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
+    hooks = []
+    with dtypepin.audit(m) as report:
+        for _ in range(3):
+            with dtypepin.pin_dtype(m, "1"):
+                m(x())
+            hooks.append(len(m[1]._forward_pre_hooks))
+    (pin,) = report.pins
+    assert (pin.verdict, pin.calls, pin.cast_bytes) == ("honoured", 3, 2 * 4 * 4 + 3 * 4 * (4 + 2))
+    assert hooks == [1, 1, 1]
+    assert not m[1]._forward_pre_hooks
+    m.float()
+    with dtypepin.audit(m) as report, dtypepin.pin_dtype(m, "1"):
+        m(x(F32))
+    assert verdicts(report) == {"1": ("no effect", "it computes in float32 without pins too")}
+    assert not _hooks.watchers
+
+
+def test_copies_made_inside_the_block_carry_no_recorder():
+    m = nn.Sequential(nn.LayerNorm(4)).bfloat16()
+    with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
+        before = copy.deepcopy(m)
+        m(x())
+        after = copy.deepcopy(m)
+        loaded = pickle.loads(pickle.dumps(m))
+        for twin in (before, after, loaded):
+            assert twin(x()).dtype is BF16
+            assert len(list(_hooks.on(twin[0]))) == 1
+    assert [pin.calls for pin in report.pins] == [1]
+    for twin in (before, after, loaded):
+        twin(x())
+
+
+def test_inputs_are_not_kept():
+    m, value = nn.Sequential(nn.LayerNorm(4)).bfloat16(), x()
+    alive = weakref.ref(value)
+    with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m):
+        m(value)
+        del value
+        gc.collect()
+        assert alive() is None
+
+
+def test_a_pin_that_runs_in_another_thread_only_is_not_called_honoured():
+    m = nn.Sequential(OwnAutocast(4, 4))
+    with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
+        thread = threading.Thread(target=m, args=(x(F32),))
+        thread.start()
+        thread.join()
+    other = "only in another thread, which is not recorded"
+    assert verdicts(report) == {"0": ("never ran", other)}
+
+
+def test_of_tied_weights_the_other_owner_is_not_to_blame():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids):
+            return self.embedding(ids)
+
+    m = Tied()
+    with dtypepin.pin_dtype(m, "head"), dtypepin.audit(m) as report:
+        m(torch.arange(4))
+    assert verdicts(report) == {"head": ("never ran", "its module was not called")}
+
+
+def test_a_bad_value_of_another_tower_is_not_blamed_for_the_first():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.a(x), self.b(y)
+
+    m = Towers()
+    nn.init.constant_(m.b.weight, 3e38)
+    with dtypepin.audit(m) as report:
+        m(torch.full((1, 4), float("nan")), torch.ones(1, 4))
+    assert report.first_bad == "first bad value: the output of 'a', its input already not finite"
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x, y: x + y.nonzero().sum(),
+        lambda x, y: x + y.any(),
+        lambda x, y: x + y.signbit(),
+        lambda x, y: x + y.argmax(),
+        lambda x, y: x + y.masked_select(y > 0).numel(),
+        lambda x, y: x + nn.functional.pad(y[None], (1, 1), mode="reflect").numel(),
+        lambda x, y: x + y.diag_embed().numel(),
+        lambda x, y: x + y.unique().numel(),
+    ],
+)
+def test_moves_comparisons_and_searches_are_no_computing(move):
+    class Moves(nn.Module):
+        def forward(self, x, y):
+            return move(x, y)
+
+    m = nn.ModuleDict({"m": Moves()})
+    with dtypepin.pin_dtype(m, "m"), dtypepin.audit(m) as report:
+        m["m"](x(), x(features=4))
+    assert verdicts(report) == {"m": ("honoured", "")}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage")
+def test_nested_tensors():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    m = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    with torch.no_grad(), dtypepin.audit(m) as report:
+        out = m(torch.ones(3, 5, 4), src_key_padding_mask=mask)
+    assert out.dtype is F32
+    assert report.first_bad == ""
 
 
 def test_without_the_extra_run():

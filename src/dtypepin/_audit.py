@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 import sys
 import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +49,9 @@ _MOVES = frozenset(
     new_empty new_zeros new_ones new_full new_empty_strided fill_ zero_ bernoulli_ uniform_ normal_
     random_ flip roll repeat _unsafe_view _reshape_copy isnan isinf isfinite eq ne lt gt le ge equal
     item _local_scalar_dense is_nonzero lift_fresh lift_fresh_copy set_ resize_ tril triu tril_
-    triu_ sort topk argmax argsort detach
+    triu_ sort topk detach masked_select masked_scatter masked_scatter_ diag_embed index_fill
+    index_fill_ take put put_ im2col pixel_shuffle pixel_unshuffle channel_shuffle _unique _unique2
+    unique_dim unique_consecutive diagonal_scatter as_strided_scatter expand_copy
     """.split()  # noqa: SIM905 (one word a line otherwise)
 )
 
@@ -62,15 +67,43 @@ class _Quiet(threading.local):
 _quiet = _Quiet()
 
 
+#: How often a pinned module is run without pins, under other circumstances each time.
+_MOST_MEASURED = 8
+
+
+class _Hook:
+    """A hook of an audit; in a copy or a pickle of the model it does nothing."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args: object) -> None:
+    pass
+
+
 class _Seen:
     """What was seen of one pin.
 
+    The same pin put on again, as ``pin_dtype`` round every step does, is the same here.
+
     Attributes:
         module: the pinned module.
-        ran_before: whether the pin had run before the audit.
+        rule: its settings.
+        ran: whether it ran in the audit.
         calls: calls of its method.
         ops: which ops ran in its regions in which dtype.
         without: dtypes of ops in it and its children without pins; None where not measured.
+        measured: under which autocast and with which inputs.
         bytes: size of all casts that it made.
         not_cast: what to say of inputs that its regions got in another dtype.
         bad: calls with a non-finite value in the inputs and in the outputs.
@@ -78,11 +111,12 @@ class _Seen:
     """
 
     def __init__(self, module: nn.Module, pin: Pin) -> None:
-        self.module = module
-        self.ran_before = pin.ran
+        self.module, self.rule = module, pin
+        self.ran = False
         self.calls = 0
         self.ops: dict[tuple[str, str], None] = {}
         self.without: set[str] | None = None
+        self.measured: set[object] = set()
         self.bytes = 0
         self.not_cast = ""
         self.bad = 0
@@ -116,8 +150,10 @@ class audit:
     the backward are out of scope; what a checkpoint computes again in it is counted apart. Only
     the thread that enters the block is recorded. Compiled code runs eagerly in it.
 
-    To tell a pin that changes nothing, a copy of each pinned module, which shares its weights, runs
-    once more without pins on the same inputs; the model and the random numbers do not notice.
+    To tell a pin that changes nothing, a copy of each pinned module runs without pins on the same
+    inputs: at its first call, and again under another autocast or with inputs of other dtypes. The
+    model and the random numbers do not notice, except of a ``torch.Generator`` that belongs to
+    nobody; forward hooks of yours run in it too. It takes the memory of the module meanwhile.
 
     Example:
         >>> import torch, dtypepin
@@ -142,7 +178,8 @@ class audit:
 
     Limits:
         The extra runs are left out where more than one process takes part, where a module cannot
-        be copied, and for pinned methods other than forward; a note in the report says so.
+        be copied or does not run by itself, and for pinned methods other than forward; a note in
+        the report says so.
     """
 
     def __init__(
@@ -186,9 +223,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.model, self.timing = model, timing
         self.report = AuditReport()
         self.rows = {f.module: ModuleRow(f.names[0], f.class_name) for f in named(model)}
-        self.pins: dict[Rule, _Seen] = {}
-        self.weights: dict[int, list[Rule]] = {}  # pins by the ``id`` of what a module owns
-        self.weightless: dict[int, list[Rule]] = {}  # those of modules that own nothing
+        self.seen: list[_Seen] = []
+        self.pins: WeakKeyDictionary[Rule, _Seen] = WeakKeyDictionary()
+        self.ran_before: list[Pin] = []
+        self.watched: set[nn.Module] = set()
+        self.weights: dict[int, list[_Seen]] = {}  # pins by the ``id`` of what a module owns
+        self.weightless: dict[int, list[_Seen]] = {}  # those of modules that own nothing
         self.codes: set[CodeType] = set()
         self.calls: list[_Call] = []
         self.hooked = ExitStack()
@@ -198,7 +238,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.not_measured: dict[str, None] = {}
         self.first_bad = ""
         self.culprit: nn.Module | None = None  # where the first bad value came out
-        self.passed_on = False  # whether one had gone in there
+        self.around: list[_Call] = []  # what was running there, where one had gone in
         self.thread = threading.get_ident()
         self.compiled = any("_orig_mod" in part._modules for part in model.modules())
         self.compiled |= any(part._compiled_call_impl is not None for part in self.rows)
@@ -220,28 +260,48 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.hooked.callback(before.remove)
         self.hooked.callback(register_global_forward_hook(self.leave_module))
         for module in self.rows:
-            self.look_for_pins(module)
+            for pin in _hooks.on(module):
+                if pin.active:
+                    self.watch(module, pin, True)
+                if pin.ran:
+                    self.ran_before.append(pin)
+                    pin.ran = False
+        _hooks.watchers.append(self.watch)
+        self.hooked.callback(_hooks.watchers.remove, self.watch)
 
-    def look_for_pins(self, module: nn.Module) -> None:
-        """Also those that are made inside the block, at the next call of their module."""
-        for pin in _hooks.on(module):
-            if pin in self.pins or not pin.active:
-                continue
-            self.pins[pin] = _Seen(module, pin)
-            pin.ran = False
-            self.codes |= self.pins[pin].codes
+    def watch(self, module: nn.Module, pin: Pin, came: bool) -> None:
+        """A pin was put on a module, or is about to go."""
+        if not came:
+            if pin in self.pins:
+                self.pins[pin].ran |= pin.ran
+            return
+        if module not in self.rows:
+            return
+        for seen in self.seen:
+            same_method = seen.module is module and seen.rule.method == pin.method
+            if same_method and pin.does_the_same_as(seen.rule):
+                self.pins[pin] = seen
+                break
+        else:
+            self.pins[pin] = seen = _Seen(module, pin)
+            self.seen.append(seen)
+            self.codes |= seen.codes
             floats = [value for _, value in _params.own_floats(module)]
             for value in floats:
-                self.weights.setdefault(id(value), []).append(pin)
+                self.weights.setdefault(id(value), []).append(seen)
             if not floats:
-                self.weightless.setdefault(id(module), []).append(pin)
-            if pin.method == "forward":
-                before = module.register_forward_pre_hook(
-                    self.before_pin, with_kwargs=True, prepend=True
-                )
-                self.hooked.callback(before.remove)
-                after = module.register_forward_hook(self.after_pin, with_kwargs=True)
-                self.hooked.callback(after.remove)
+                self.weightless.setdefault(id(module), []).append(seen)
+        if pin.method == "forward" and module not in self.watched:
+            self.watched.add(module)
+            before = module.register_forward_pre_hook(
+                _Hook(self.before_pin), with_kwargs=True, prepend=True
+            )
+            self.hooked.callback(before.remove)
+            after = module.register_forward_hook(_Hook(self.after_pin), with_kwargs=True)
+            self.hooked.callback(after.remove)
+
+    def known(self, pin: Rule | None) -> _Seen | None:
+        return None if pin is None else self.pins.get(pin)
 
     # Modules.
 
@@ -259,7 +319,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.compiled |= "_orig_mod" in module._modules
         if row is None:
             return
-        self.look_for_pins(module)
         if not row.calls and not row.recomputed:
             self.report.modules.append(row)
         if in_backward():
@@ -282,8 +341,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.cause = "switched off by disabled()"
             return
         seen.calls += 1
-        measure = self.without_pins and seen.without is None and not in_backward()
-        if measure and _region.current() is None:  # inside another pin's region, that one measures
+        if not self.without_pins or in_backward() or _region.current() is not None:
+            return  # inside another pin's region, that one measures
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+        circumstances = repr((autocast, _dtypes((args, kwargs))))
+        if circumstances not in seen.measured and len(seen.measured) < _MOST_MEASURED:
+            seen.measured.add(circumstances)
             self.run_without(module, args, kwargs)
 
     def leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -313,8 +377,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.elsewhere() and self.calls and self.calls[-1].module is module:
             self.look_at_output(self.calls[-1], output)
             pin = _hooks.top(module, "forward")
-            if pin in self.pins and not self.pins[pin].not_cast:
-                self.pins[pin].not_cast = _region.not_cast(pin, args, kwargs)
+            seen = self.known(pin)
+            if pin is not None and seen is not None and not seen.not_cast:
+                seen.not_cast = _region.not_cast(pin, args, kwargs)
 
     def look_at_inputs(self, call: _Call, values: Any) -> None:
         row = call.row
@@ -328,15 +393,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         row = call.row
         assert row is not None
         self.calls.pop()
+        if not self.calls:
+            self.last_frame = None  # it keeps what its call was given
         row.dtype_out += [dtype for dtype in _dtypes(output) if dtype not in row.dtype_out]
         if _finite(output):
             return
         row.nonfinite_out += 1
         row.overflowed += bool(call.result)
-        pin = _hooks.top(call.module, "forward")
-        if pin in self.pins:
-            self.pins[pin].bad += call.bad_in
-        if self.culprit is None or (self.passed_on and not call.bad_in):
+        seen = self.known(_hooks.top(call.module, "forward"))
+        if seen is not None:
+            seen.bad += call.bad_in and not call.result
+        if self.culprit is None or (not call.bad_in and any(call is c for c in self.around)):
             text = f"the output of {_quoted(row.name)}, its input "
             text += "already not finite" if call.bad_in else "finite"
             if call.result:
@@ -345,7 +412,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 text = f"made by {_quoted(row.name)} itself, first seen as an input of "
                 text += _quoted(self.rows[self.culprit].name)
             self.first_bad = f"first bad value: {text}"
-            self.culprit, self.passed_on = call.module, call.bad_in
+            self.culprit, self.around = call.module, self.calls[:] if call.bad_in else []
 
     def elsewhere(self) -> bool:
         """Whether this call is none of ours: in another thread, or an extra run."""
@@ -362,7 +429,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with _silence(), torch.no_grad():
                 twins, twin, args, kwargs = _copy(module, args, kwargs, self)
         except Exception:
-            self.not_measured[self.rows[module].name] = None
             return
         inside = [(pin, twins.get(id(seen.module))) for pin, seen in self.pins.items()]
         self.twins = {part: self.pins[pin] for pin, part in inside if part is not None}
@@ -370,15 +436,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             with (
                 torch.random.fork_rng(list(devices)),
+                _other_random_numbers_kept(),
                 # Those of a checkpoint outside would keep what is saved here.
                 torch.autograd.graph.saved_tensors_hooks(_same, _same),
                 _region.disabled(list(self.pins)),
             ):
                 twin(*args, **kwargs)
-        except Exception as error:  # without pins dtypes may not fit: they have an effect
+        except Exception as error:
+            # Without pins dtypes may not fit: then they have an effect. Else it cannot be told.
+            effect = any(word in str(error) for word in ("dtype", "scalar type", "same type"))
             for seen in self.twins.values():
                 if seen.without is not None:
-                    seen.without.add(type(error).__name__)
+                    seen.without = {type(error).__name__} if effect else None
         finally:
             self.twins = None
             self.twin_calls.clear()
@@ -388,17 +457,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        out = func(*args, **(kwargs or {}))
         if not _quiet.on:
-            self.record(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            self.record(func, args, kwargs or {}, out)
+        return out
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.drop_stale()
         if in_backward() and not self.calls:
             return  # an op of the backward itself
         name = func._schema.name.partition("::")[2]
         if self.twins is not None:
-            dtype = _compute_dtype(func, name, (args, kwargs))
+            dtype = _compute_dtype(func, name, (args, kwargs), out)
             for twin in self.twin_calls:
                 if dtype is not None and twin in self.twins:
                     self.twins[twin].without |= {dtype}  # type: ignore[operator]
@@ -406,10 +476,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.calls:
             self.look_for_causes(args)
         if name == "_to_copy":
-            by = self.pins.get(_who_casts())  # type: ignore[arg-type]
+            by = self.known(_who_casts())
             if by is not None:
                 by.bytes += args[0].numel() * (kwargs.get("dtype") or args[0].dtype).itemsize
-        dtype = _compute_dtype(func, name, (args, kwargs))
+        dtype = _compute_dtype(func, name, (args, kwargs), out)
         row = self.calls[-1].row if self.calls else None
         frame = _region.current()
         seen = self.pins.get(frame.rule) if frame is not None and frame.dtype is not None else None
@@ -428,23 +498,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def look_for_causes(self, args: tuple[Any, ...]) -> None:
         """Why a pin has not run although the weight or the code of its module is in use."""
         for value in args:
-            for pin in self.weights.get(id(value), ()):
-                self.explain(pin, _running_method(self.pins[pin]))
+            for seen in self.weights.get(id(value), ()):
+                own = self.calls[-1].module
+                if own is seen.module or all(value is not v for _, v in _params.own_floats(own)):
+                    self.explain(seen, _running_method(seen))  # else it is tied
         if self.weightless:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:
                 code = frame.f_code
                 if code in self.codes:
                     module = frame.f_locals.get(code.co_varnames[0])
-                    for pin in self.weightless.get(id(module), ()):
-                        self.explain(pin, code.co_name)
+                    for seen in self.weightless.get(id(module), ()):
+                        self.explain(seen, code.co_name)
                 frame = frame.f_back
 
-    def explain(self, pin: Rule, running: str | None) -> None:
+    def explain(self, seen: _Seen, running: str | None) -> None:
         """Note why a pin has not run, while a method of its module is running, or none is."""
-        seen = self.pins[pin]
+        pin = seen.rule
         under_way = pin.method == "forward" and any(c.module is seen.module for c in self.calls)
-        if pin.ran or seen.cause or under_way or not self.calls:
+        if pin.ran or seen.ran or seen.cause or under_way or not self.calls:
             return
         caller = self.calls[-1].row
         who = _quoted(caller.name) if caller is not None else "a module outside the model"
@@ -460,9 +532,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self) -> None:
         report = self.report
         report.first_bad = self.first_bad
-        report.pins = sorted((self.verdict(*item) for item in self.pins.items()), key=by_severity)
-        for pin, seen in self.pins.items():
-            pin.ran |= seen.ran_before
+        for rule, seen in self.pins.items():
+            seen.ran |= rule.ran
+        report.pins = sorted(map(self.verdict, self.seen), key=by_severity)
+        for pin in self.ran_before:
+            pin.ran = True
+        for seen in self.seen:
+            here = seen.calls or seen.ops or seen.rule.method != "forward"
+            if seen.ran and here and seen.without is None and self.without_pins:
+                self.not_measured[self.rows[seen.module].name] = None
         if self.compiled:
             report.notes.append("compiled code ran eagerly for this audit")
         if self.timing:
@@ -471,30 +549,36 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             report.notes.append("several processes take part: 'no effect' was not measured")
         if self.not_measured:
             names = ", ".join(map(_quoted, self.not_measured))
-            report.notes.append(f"'no effect' could not be measured, no copy to be had: {names}")
+            report.notes.append(f"'no effect' could not be measured: {names}")
 
-    def verdict(self, pin: Rule, seen: _Seen) -> PinRow:
-        module, want = seen.module, short(pin.dtype)
+    def verdict(self, seen: _Seen) -> PinRow:
+        module, pin, want = seen.module, seen.rule, short(seen.rule.dtype)
+        row = self.rows.get(module)
         wrong = [f"{op} ran in {dtype}" for op, dtype in seen.ops if dtype != want]
-        if not pin.ran:
+        if not seen.ran:
             verdict, detail = NEVER_RAN, seen.cause
             if not detail:
                 here = any(module is part for part in self.model.modules())
                 detail = "its module was not called" if here else "its module has left the model"
+        elif pin.method == "forward" and not seen.calls and not seen.ops:
+            verdict, detail = NEVER_RAN, "only in another thread, which is not recorded"
         elif wrong:
             verdict, detail = PARTLY, ", ".join(wrong) + seen.not_cast
         elif seen.bad:
             verdict, detail = BAD_INPUT, "it comes from outside the model"
             if self.culprit is not None and self.culprit is not module:
                 detail = f"first produced by {_quoted(self.rows[self.culprit].name)}"
-        elif seen.without is not None and seen.without <= {want}:
+        elif row is not None and row.overflowed:
+            verdict, detail = HONOURED, "its output is too large for the dtype it is cast back to"
+        elif seen.without and seen.without <= {want}:
             verdict, detail = NO_EFFECT, f"it computes in {want} without pins too"
-            if not seen.without:
-                detail = "it computes nothing in floating point"
+        elif seen.without is not None and not seen.without and _loses_nothing(seen, row):
+            verdict, detail = NO_EFFECT, "it computes nothing in floating point"
         else:
             verdict, detail = HONOURED, ""
-        row = self.rows.get(module)
-        calls = max(seen.calls, int(pin.ran))
+            if seen.without is not None and not seen.ops:
+                detail = "it computes nothing in floating point, but casts"
+        calls = max(seen.calls, int(seen.ran))
         return PinRow(
             name=row.name if row else pin.name,
             class_name=row.class_name if row else class_name(module),
@@ -520,26 +604,39 @@ def _silence() -> Iterator[None]:
 def _copy(
     module: nn.Module, args: Any, kwargs: Any, recorder: object
 ) -> tuple[dict[int, Any], nn.Module, Any, Any]:
-    """A copy of a module, sharing weights, with the hooks of pins alone, and one of its arguments.
+    """A copy of a module, with the same hooks but those of audits, and one of its arguments.
 
     Before them, the copy of every part by the part's ``id``.
     """
-    memo: dict[int, Any] = {id(value): value for value in module.parameters()}
-    memo[id(recorder)] = recorder
+    memo: dict[int, Any] = {id(recorder): recorder}
     for part in module.modules():
         for pin in _hooks.on(part):
             memo[id(pin)] = pin
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            ours = {k: v for k, v in hooks.items() if isinstance(getattr(v, "__self__", None), Pin)}
-            memo[id(hooks)] = OrderedDict(ours)
+            memo[id(hooks)] = OrderedDict(
+                (key, hook) for key, hook in hooks.items() if not isinstance(hook, _Hook)
+            )
 
     def clone(tensor: Tensor) -> Tensor:
-        memo[id(tensor)] = new = tensor.detach().clone()
+        memo[id(tensor)] = new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return new
 
     map_tensors((args, kwargs), clone)
     new: tuple[nn.Module, Any, Any] = copy.deepcopy((module, args, kwargs), memo)
     return memo, *new
+
+
+@contextmanager
+def _other_random_numbers_kept() -> Iterator[None]:
+    """Those of Python and numpy."""
+    numpy = sys.modules.get("numpy.random")
+    state, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -555,7 +652,11 @@ def _finite(values: Any) -> bool:
     def look(tensor: Tensor) -> Tensor:
         nonlocal finite
         if finite and tensor.layout is torch.strided and not tensor.is_meta:
-            finite = bool(torch.isfinite(tensor.detach()).all())
+            with suppress(RuntimeError):  # a nested or a fake tensor: unknown
+                values = tensor.detach()
+                finite = bool(values.isfinite().all())
+                # What a mask adds is no fault.
+                finite = finite or bool(((values == -math.inf) | (values == 0)).all())
         return tensor
 
     with _silence():
@@ -575,15 +676,17 @@ def _dtypes(values: Any) -> list[str]:
     return list(found)
 
 
-def _compute_dtype(func: Any, name: str, values: Any) -> str | None:
+def _compute_dtype(func: Any, name: str, values: Any, out: Any) -> str | None:
     """The dtype that an op computes in: that of its floating inputs, promoted; None for a move.
 
     Tensors without dimensions do not count beside others, as in torch's own promotion.
     """
     returns = func._schema.returns
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    if view or name in _MOVES:
+    if view or name in _MOVES or "_pad" in name:
         return None
+    if isinstance(out, Tensor) and not _dtypes(out):
+        return None  # a comparison, or a search for places
     found: dict[bool, torch.dtype] = {}
 
     def look(tensor: Tensor) -> Tensor:
@@ -595,6 +698,16 @@ def _compute_dtype(func: Any, name: str, values: Any) -> str | None:
     map_tensors(values, look)
     dtype = found.get(False, found.get(True))
     return None if dtype is None else short(dtype)
+
+
+def _loses_nothing(seen: _Seen, row: ModuleRow | None) -> bool:
+    """Whether a pin whose module only moves data casts to a wider dtype and back, if at all."""
+    names = row.dtype_in + row.dtype_out if row is not None else []
+    dtypes = [getattr(torch, name) for name in names]
+    dtypes += [value.dtype for _, value in _params.own_floats(seen.module)]
+    want = seen.rule.dtype
+    wider = all(torch.promote_types(dtype, want) is want for dtype in dtypes)
+    return not seen.bytes or (wider and seen.rule.output == "restore")
 
 
 def _who_casts() -> Rule | None:

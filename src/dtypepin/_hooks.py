@@ -70,6 +70,9 @@ class Pin(Rule):
 _ids: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
+#: Called with a module, a pin and whether it came or went, whenever one does.
+watchers: list[Callable[[nn.Module, Pin, bool], object]] = []
+
 _numbers = itertools.count()
 #: The wrappers of a module that are still in use somewhere.
 _methods: WeakKeyDictionary[nn.Module, WeakSet[PinnedMethod]] = WeakKeyDictionary()
@@ -193,6 +196,8 @@ def attach(module: nn.Module, pin: Pin) -> None:
             module.__dict__[pin.method] = wrapper
         wrapper.pins.append(pin)
     _choose(module, pin.method)
+    for watch in watchers:
+        watch(module, pin, True)
 
 
 def _keep_ids(module: nn.Module, before: RemovableHandle, after: RemovableHandle) -> None:
@@ -208,6 +213,8 @@ def _keep_ids(module: nn.Module, before: RemovableHandle, after: RemovableHandle
 
 def detach(module: nn.Module, pin: Pin) -> None:
     """Take a pin off its method; the one before it counts again."""
+    for watch in watchers:
+        watch(module, pin, False)
     for handle in pin.handles:
         handle.remove()
     pin.handles, pin.active = (), False
