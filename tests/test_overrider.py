@@ -8,26 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from mmengine.registry import Registry
 from sklearn.datasets import load_digits
 from torch import nn
 
 from dtypepin import PinError, PinWarning
 from dtypepin.trainers import DtypeOverrider
-
-
-class Registry(dict):
-    """What such trainers build their hooks from."""
-
-    def register_module(self):
-        def register(kind):
-            self[kind.__name__] = kind
-            return kind
-
-        return register
-
-    def build(self, config):
-        config = dict(config)
-        return self[config.pop("type")](**config)
 
 
 class Head(nn.Linear):
@@ -114,7 +100,7 @@ def fp32_accuracy():
 def test_digits_reach_the_accuracy_of_fp32(fp32_accuracy, override_parameters):
     hooks = []
     if override_parameters is not None:
-        registry = Registry()
+        registry = Registry("hooks")
         registry.register_module()(DtypeOverrider)
         config = {
             "type": "DtypeOverrider",
