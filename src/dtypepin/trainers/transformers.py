@@ -124,8 +124,6 @@ class PinDtypeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Pin, unless a ``with`` block has."""
-        if not self._blocks:
-            self.remove()  # of a training that ended with an exception
         state_of = getattr(kwargs.get("optimizer"), "state", None)
         if self.settings.override and not self._blocks and state_of:
             raise PinError(
