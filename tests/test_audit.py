@@ -612,9 +612,8 @@ def test_an_extra_run_that_fails_says_nothing_but_dtypes_that_clash_do():
 
 
 def test_hooks_of_the_user_run_in_the_extra_run():
-    m = nn.Sequential(nn.Linear(4, 4, bias=False))
+    m = nn.Sequential(nn.Softmax(-1))
     m[0].register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
-    m.bfloat16()
     with dtypepin.pin_dtype(m, "0"), dtypepin.audit(m) as report:
         m(x(F32))
     assert verdicts(report) == {"0": ("honoured", "")}
@@ -641,6 +640,8 @@ def test_pins_that_come_and_go_inside_the_block():
     m = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
     hooks = []
     with dtypepin.audit(m) as report:
+        with dtypepin.pin_dtype(m, "1"):
+            pass
         for _ in range(3):
             with dtypepin.pin_dtype(m, "1"):
                 m(x())
