@@ -151,6 +151,7 @@ def test_an_argument_that_names_a_dtype_is_traced(inputs):
 
 
 @pytest.mark.inductor
+@fullgraph
 def test_inductor_equals_eager():
     compiles_like_eager("inductor", True, BF16, False)
 

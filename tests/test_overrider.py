@@ -8,12 +8,26 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from mmengine.registry import Registry
 from sklearn.datasets import load_digits
 from torch import nn
 
 from dtypepin import PinError, PinWarning
 from dtypepin.trainers import DtypeOverrider
+
+
+class Registry(dict):
+    """What such trainers build their hooks from."""
+
+    def register_module(self):
+        def register(kind):
+            self[kind.__name__] = kind
+            return kind
+
+        return register
+
+    def build(self, config):
+        config = dict(config)
+        return self[config.pop("type")](**config)
 
 
 class Head(nn.Linear):
@@ -100,7 +114,7 @@ def fp32_accuracy():
 def test_digits_reach_the_accuracy_of_fp32(fp32_accuracy, override_parameters):
     hooks = []
     if override_parameters is not None:
-        registry = Registry("hooks")
+        registry = Registry()
         registry.register_module()(DtypeOverrider)
         config = {
             "type": "DtypeOverrider",

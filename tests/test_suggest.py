@@ -587,7 +587,8 @@ def test_random_numbers_are_the_same_in_every_run_and_set_by_the_seed():
 
         def forward(self, x):
             mean = self.mean(x)
-            return self.out(mean + torch.randn_like(mean))
+            # Not ``randn_like``: torch 2.4 draws other numbers for another dtype.
+            return self.out(mean + torch.randn(mean.shape))
 
     torch.manual_seed(0)
     model, x = Sampling(), smooth(32, 16)
@@ -698,7 +699,11 @@ def test_a_compiled_model_is_looked_at_as_it_was_written():
     assert str(plan) == str(dtypepin.suggest(model, x))
     compiled = transformer()
     compiled[0].compile(backend="eager")
-    assert str(dtypepin.suggest(compiled, x)) == str(plan)
+    if hasattr(torch.compiler, "set_stance"):
+        assert str(dtypepin.suggest(compiled, x)) == str(plan)
+    else:
+        with pytest.raises(PinError, match="cannot run eagerly"):
+            dtypepin.suggest(compiled, x)
 
 
 def test_the_same_output_twice_and_complex_ones():

@@ -19,9 +19,12 @@ with warnings.catch_warnings():
     lightning = pytest.importorskip("lightning.pytorch")
     from dtypepin.trainers.lightning import PinDtypeCallback
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:::lightning", "ignore:::torch.utils.data", "ignore:::torch.optim"
-)
+pytestmark = [
+    pytest.mark.trainers,
+    pytest.mark.filterwarnings(
+        "ignore:::lightning", "ignore:::torch.utils.data", "ignore:::torch.optim"
+    ),
+]
 BF16, F32 = torch.bfloat16, torch.float32
 
 

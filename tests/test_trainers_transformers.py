@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from dtypepin.trainers.transformers import PinDtypeCallback
 
 pytestmark = [
-    pytest.mark.real,  # not with the oldest torch, which current transformers refuses
+    pytest.mark.trainers,
     pytest.mark.filterwarnings("ignore:::transformers", "ignore:::accelerate"),
     pytest.mark.filterwarnings("ignore:::torch.utils.data", "ignore:::torch.optim"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -15,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dtypepin import _buffers, _cast, _params, _private, _region
+from dtypepin._errors import warn
 from dtypepin._private import forget_compiled, keep_out_of_dynamo_frames, renumber
 from dtypepin._region import Args, Kwargs, Rule
 
@@ -51,6 +53,12 @@ class Pin(Rule):
     def before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """The forward pre-hook."""
         owner = None if is_dynamo_compiling() else sys._getframe(1)
+        if owner is not None and not self.ran and "_original_forward" in module.__dict__:
+            warn(
+                f"{_region.where(self)}: Accelerate's mixed precision wraps the forward of this "
+                "very module, and its autocast counts inside the pin. Pin the children instead "
+                f"(patterns={_children(self.name)!r}), or prepare it with mixed_precision='no'"
+            )
         return _region.enter(self, module, args, kwargs, owner)
 
     def after(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
@@ -246,6 +254,11 @@ def _choose(module: nn.Module, method: str) -> None:
     for pin in pins:
         pin.active = pin is pins[-1]
     forget_compiled()
+
+
+def _children(name: str) -> str:
+    """A pattern for the children of the module of this name."""
+    return rf"^{re.escape(name)}\.[^.]+$" if name else r"^[^.]+$"
 
 
 def _wrappers(module: nn.Module) -> list[PinnedMethod]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ class DtypeOverrider:
     """Pin modules of ``trainer.model`` for the length of a training.
 
     The trainer sets ``self.trainer`` and calls ``before_train``, ``after_step`` and, in a
-    ``finally``, ``after_train``. It does not import any framework and has no semantics of its
-    own: the pins are those of :func:`dtypepin.apply`. It comes before hooks that make an
-    optimizer, and before DDP wraps the model where ``override_parameters`` changes a dtype.
+    ``finally``, ``after_train``; or it is MMEngine's runner and gives itself to each call. It does
+    not import any framework and has no semantics of its own: the pins are those of
+    :func:`dtypepin.apply`. It comes before hooks that make an optimizer, and before DDP wraps the
+    model where ``override_parameters`` changes a dtype. A trainer that wants hooks of its own base
+    class gets one by ``class Overrider(DtypeOverrider, HookBase): pass``. Where ``after_train`` is
+    not called after an error, ``remove()`` or :func:`dtypepin.unpin` takes the pins off.
 
     Example:
         >>> import torch
@@ -89,15 +92,32 @@ class DtypeOverrider:
         self.pins: PinHandles | None = None
         self._steps = 0
 
-    def before_train(self) -> None:
-        """Pin the model; pins of an earlier training that are still on are taken off first."""
-        self._remove()
-        self._steps = 0
-        if self.trainer is None:
+    def before_train(self, runner: Any = None) -> None:
+        """Pin the model; pins that are still on, for one of ``before_run``, are not doubled."""
+        trainer = self.trainer if runner is None else runner
+        if trainer is None:
             raise PinError("trainer: got None, expected the trainer to set it before before_train")
-        self.pins = put_on(self.trainer.model, self.settings)
-        if self.verbose:
-            self._log(self.pins)
+        before, self.pins, self._steps = self.pins, None, 0
+        try:
+            self.pins = put_on(trainer.model, self.settings)
+        finally:
+            # Not first: stored parameters would lose the digits that their old dtype has not.
+            if before is not None:
+                before.remove()
+        optimizer = getattr(trainer, "optimizer", None)
+        if self.override_parameters and getattr(optimizer, "state", None):
+            # State from before the pins is in the parameters' old dtype, which Adam refuses.
+            optimizer.load_state_dict(optimizer.state_dict())  # type: ignore[union-attr]
+        if self.verbose and before is None:
+            self._log(self.pins, (getattr(trainer, "logger", None) or logger).info)
+
+    def before_run(self, runner: Any) -> None:
+        """Pin the model before MMEngine resumes; ``runner.val()`` and ``test()`` call it, too."""
+        self.before_train(runner)
+
+    def after_run(self, runner: Any) -> None:
+        """Take the pins off."""
+        self.after_train()
 
     def before_epoch(self) -> None:
         """Nothing; trainers call it."""
@@ -111,13 +131,17 @@ class DtypeOverrider:
         if self.pins is not None and self.check_interval and not self._steps % self.check_interval:
             self.pins.check()
 
+    def after_train_iter(self, *_: Any, **__: Any) -> None:
+        """What MMEngine calls ``after_step``."""
+        self.after_step()
+
     def after_epoch(self) -> None:
         """Nothing; trainers call it."""
 
-    def after_train(self) -> None:
+    def after_train(self, runner: Any = None) -> None:
         """Take the pins off; name those that were never called."""
         pins, steps = self.pins, self._steps
-        self._remove()
+        self.remove()
         idle = [f"{pin.name or '(root)'}.{pin.method}" for pin in pins or () if not pin.ran]
         if steps and idle:
             warn(
@@ -126,13 +150,13 @@ class DtypeOverrider:
                 "pin: pin the parent"
             )
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
+        """Take the pins off, if any are on; a second time does nothing."""
         pins, self.pins = self.pins, None
         if pins is not None:
             pins.remove()
 
-    def _log(self, pins: PinHandles) -> None:
-        info = (getattr(self.trainer, "logger", None) or logger).info
+    def _log(self, pins: PinHandles, info: Callable[[str], object]) -> None:
         stored: set[int] = set()  # by identity: two pinned methods or modules may share one
         for pin in pins:
             name = pin.name or "(root)"
