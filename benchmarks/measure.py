@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import platform
 import random
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +20,19 @@ Call = Callable[[], object]
 Times = dict[str, list[float]]
 
 
-def interleaved(calls: dict[str, Call], seconds: float, rounds: int = 40) -> Times:
-    """Microseconds of each call in each round; the calls take turns, the order is drawn anew."""
-    timers = {name: Timer("call()", globals={"call": call}) for name, call in calls.items()}
+def interleaved(calls: dict[str, Call], seconds: float, rounds: int = 100) -> Times:
+    """Microseconds of each call in each round; the calls take turns, the order is drawn anew.
+
+    The process's CPU time, not the wall's: on a shared machine the others' turns are no cost of
+    ours. Everything here runs on the CPU, in one thread.
+    """
+    timers = {
+        name: Timer("call()", timer=time.process_time, globals={"call": call})
+        for name, call in calls.items()
+    }
     warm = sum(min(timer.timeit(2).mean for _ in range(2)) for timer in timers.values())
     number = max(1, int(seconds / rounds / warm))
+    rounds = min(rounds, max(10, int(seconds / number / warm)))
     times: Times = {name: [] for name in calls}
     order, chance = list(calls), random.Random(0)
     for _ in range(rounds):
@@ -64,7 +75,8 @@ def ratio(times: Times, above: str, below: str) -> Ratio:
 class Report:
     """Collects tables and targets, prints them, and writes them to a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: dict[str, object]) -> None:
+        self.facts = facts
         self.tables: list[dict[str, Any]] = []
         self.targets: list[dict[str, Any]] = []
 
@@ -106,7 +118,7 @@ class Report:
         if path:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(
-                    {"machine": machine(), "tables": self.tables, "targets": self.targets},
+                    {"machine": self.facts, "tables": self.tables, "targets": self.targets},
                     file,
                     indent=1,
                     default=str,
@@ -133,16 +145,34 @@ def machine() -> dict[str, object]:
     }
 
 
+def keep_memory() -> bool:
+    """Tell glibc to keep freed memory; False where the C library is another one.
+
+    By default it hands a free top of the heap back to the kernel. Whether a call then pays for a
+    thousand page faults depends on where on the heap its temporaries happen to lie, and one way
+    may be ten times as slow as another for a whole process, or the other way round.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    trim_threshold, mmap_threshold = -1, -3
+    return bool(mallopt and mallopt(trim_threshold, 1 << 30) and mallopt(mmap_threshold, 32 << 20))
+
+
 def main(doc: str, *runs: Callable[[Report, bool], None]) -> None:
     """Read the command line, and run."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds")
     parser.add_argument("--json", metavar="FILE", help="write all figures here too")
+    parser.add_argument("--default-malloc", action="store_true", help="as glibc does by itself")
     options = parser.parse_args()
+    kept = not options.default_malloc and keep_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(*(f"{key} {value}" for key, value in machine().items()), sep=", ", flush=True)
-    report = Report()
+    facts = {**machine(), "freed memory": "kept" if kept else "as the C library does"}
+    print(*(f"{key} {value}" for key, value in facts.items()), sep=", ", flush=True)
+    report = Report(facts)
     for run in runs:
+        gc.collect()
+        start = time.perf_counter()
         run(report, options.quick)
+        print(f"{run.__module__}.{run.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
     report.finish(options.json)
