@@ -1,6 +1,6 @@
 """Compiled code of a pinned model against one written by hand: the graphs, and the time.
 
-python benchmarks/compiled.py            # about five minutes; inductor needs a C++ compiler
+python benchmarks/compiled.py            # about four minutes; inductor needs a C++ compiler
 python benchmarks/compiled.py --quick    # under a minute
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import measure
 import torch
+from functorch.compile import make_boxed_func
 from hooks import ByHand, pinned, plain
 from minilm import load
 from step import WAYS, training_step
@@ -39,7 +40,7 @@ def graphs(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[Graph]
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> Callable:
         found.append(ops(graph))
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     output = call(torch.compile(model, backend=aot_autograd(fw_compiler=keep)))
     if output.requires_grad:
@@ -91,7 +92,7 @@ def run(report: measure.Report, quick: bool) -> None:
                             fast = torch.compile(model, fullgraph=True)
                             fast(x)
                             calls[name] = lambda fast=fast, x=x: fast(x)
-                        times = measure.interleaved(calls, 1 if quick else 6, 200)
+                        times = measure.interleaved(calls, 1 if quick else 4, 200)
                     where = f"{kind} {'x'.join(map(str, shape))}, autocast {autocast}, grad {grad}"
                     rows.append(_row(report, where, times, seen))
     if not quick:
@@ -120,7 +121,7 @@ def _whole_model(report: measure.Report) -> list[dict[str, object]]:
         fast.compile()
         steps[name] = training_step(fast, tokens, autocast=True)
         steps[name]()
-    times = measure.interleaved(steps, 60, 100)
+    times = measure.interleaved(steps, 30, 100)
     return [_row(report, "training step of MiniLM, autocast True", times, seen)]
 
 

@@ -32,7 +32,8 @@ def interleaved(calls: dict[str, Call], seconds: float, rounds: int = 100) -> Ti
     }
     warm = sum(min(timer.timeit(2).mean for _ in range(2)) for timer in timers.values())
     number = max(1, int(seconds / rounds / warm))
-    rounds = min(rounds, max(10, int(seconds / number / warm)))
+    # ``timeit`` calls twice more, to warm up: that is what a round of slow calls costs.
+    rounds = min(rounds, max(10, int(seconds / (number + 2) / warm)))
     times: Times = {name: [] for name in calls}
     order, chance = list(calls), random.Random(0)
     for _ in range(rounds):

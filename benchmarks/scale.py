@@ -1,6 +1,6 @@
 """What pinning and unpinning many modules costs in time and in memory.
 
-python benchmarks/scale.py            # about five minutes
+python benchmarks/scale.py            # about three minutes
 python benchmarks/scale.py --quick    # half a minute
 """
 
@@ -101,7 +101,7 @@ def run(report: measure.Report, quick: bool) -> None:
     applied: dict[int, float] = {}
     for count in SIZES:
         model = many(count)
-        rounds = max(1, min(9, 30_000 // count) if quick else min(25, 300_000 // count))
+        rounds = max(1, min(9, 30_000 // count) if quick else min(25, 200_000 // count))
         if count == SIZES[0]:
             seconds(model, Pins)  # whatever is made only once
         pins, bare = [], []
