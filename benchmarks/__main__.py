@@ -1,6 +1,9 @@
 """All benchmarks of the cost of pins.
 
-python benchmarks --quick --json figures.json
+They need the ``bench`` extra and a C++ compiler::
+
+    python benchmarks --json figures.json           # a quarter of an hour
+    python benchmarks --quick --json figures.json   # under three minutes, rougher
 """
 
 import compiled

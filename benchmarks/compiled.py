@@ -1,7 +1,9 @@
 """Compiled code of a pinned model against one written by hand: the graphs, and the time.
 
-python benchmarks/compiled.py            # about four minutes; inductor needs a C++ compiler
-python benchmarks/compiled.py --quick    # under a minute
+Needs a C++ compiler, and for all of it the ``bench`` extra::
+
+    python benchmarks/compiled.py            # about four minutes
+    python benchmarks/compiled.py --quick    # under a minute
 """
 
 from __future__ import annotations

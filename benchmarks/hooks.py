@@ -1,7 +1,9 @@
 """What a pinned call costs, against the same module bare, by hand, wrapped and in diffusers.
 
-python benchmarks/hooks.py            # about five minutes
-python benchmarks/hooks.py --quick    # about a minute, rougher
+Ratios of medians of CPU time, of interleaved runs in one process::
+
+    python benchmarks/hooks.py            # about five minutes
+    python benchmarks/hooks.py --quick    # about a minute, rougher
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def interleaved(calls: dict[str, Call], seconds: float, rounds: int = 100) -> Ti
         name: Timer("call()", timer=time.process_time, globals={"call": call})
         for name, call in calls.items()
     }
-    warm = sum(min(timer.timeit(2).mean for _ in range(2)) for timer in timers.values())
+    warm = sum(timer.timeit(2).mean for timer in timers.values())
     number = max(1, int(seconds / rounds / warm))
     # ``timeit`` calls twice more, to warm up: that is what a round of slow calls costs.
     rounds = min(rounds, max(10, int(seconds / (number + 2) / warm)))

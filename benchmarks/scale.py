@@ -1,7 +1,9 @@
 """What pinning and unpinning many modules costs in time and in memory.
 
-python benchmarks/scale.py            # about three minutes
-python benchmarks/scale.py --quick    # half a minute
+CPU time, and bytes as tracemalloc sees them::
+
+    python benchmarks/scale.py            # about three minutes
+    python benchmarks/scale.py --quick    # half a minute
 """
 
 from __future__ import annotations
