@@ -126,7 +126,7 @@ def memory(step: Callable[[], Tensor]) -> dict[str, int]:
         "peak tensor KB": tensors.peak // 1024,
         "saved tensors": count,
         "saved KB": sum(saved.values()) // 1024,
-        "peak Python KB": python // 1024,
+        "peak Python bytes": python,
     }
 
 
@@ -161,7 +161,7 @@ def run(report: measure.Report, quick: bool) -> None:
                 assert torch.equal(steps["pinned"](), steps["by hand"]()), case
         taken = {name: memory(steps[name]) for name in ("no pins", "pinned", "by hand")}
         memories += [{"model": case, "LayerNorms": name, **row} for name, row in taken.items()]
-        for what in ("peak tensor KB", "peak Python KB"):
+        for what in ("peak tensor KB", "peak Python bytes"):
             report.target(
                 f"{what} of a step, pinned / by hand, {case}",
                 taken["pinned"][what] / taken["by hand"][what],
