@@ -7,6 +7,7 @@ import logging
 import pickle
 import threading
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -526,3 +527,16 @@ def test_blocks_of_disabled_pins_end_in_any_order():
     assert m(x()).dtype is BF16
     second.__exit__(None, None, None)
     assert m(x()).dtype is F32
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("pattern", ["0", "none"])
+def test_the_garbage_collector_is_left_as_it_was(pattern, enabled):
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with suppress(PinError):
+            dtypepin.apply(nn.Sequential(nn.LayerNorm(4)), pattern).remove()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()
