@@ -94,6 +94,8 @@ def run(report: measure.Report, quick: bool) -> None:
                             fast = torch.compile(model, fullgraph=True)
                             fast(x)
                             calls[name] = lambda fast=fast, x=x: fast(x)
+                        # The pin is in it: without, a Linear under autocast gives other bits.
+                        assert torch.equal(calls["pinned"](), calls["by hand"]())
                         times = measure.interleaved(calls, 1 if quick else 4, 200)
                     where = f"{kind} {'x'.join(map(str, shape))}, autocast {autocast}, grad {grad}"
                     rows.append(_row(report, where, times, seen))
