@@ -4,13 +4,12 @@ import logging
 import re
 import weakref
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 
+from digits import Net, digits
 from dtypepin import PinError, PinWarning
 from dtypepin.trainers import DtypeOverrider
 
@@ -30,43 +29,11 @@ class Registry(dict):
         return self[config.pop("type")](**config)
 
 
-class Head(nn.Linear):
-    """Records what it computes in."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        self.__dict__.setdefault("seen", []).append((x.dtype, self.weight.dtype, out.dtype))
-        return out
-
-
-class Net(nn.Module):
-    """A transformer over the eight rows of a digit."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.rows = nn.Linear(8, width)
-        self.place = nn.Parameter(torch.randn(8, width) / 4)
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 64), nn.GELU())
-        self.head = Head(8 * 64, 10)
-
-    def forward(self, x):
-        x = self.rows(x) + self.place
-        h = self.norm(x)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
-        return self.head(self.mlp(x).flatten(1))
-
-
 class Trainer:
     def __init__(self, model, hooks, autocast, steps=160):
         self.model, self.hooks, self.autocast, self.steps = model, hooks, autocast, steps
         self.logger = logging.getLogger("trainer")
-        digits = load_digits()
-        order = np.random.RandomState(0).permutation(len(digits.target))
-        x = torch.tensor(digits.images[order] / 16, dtype=torch.float32)
-        y = torch.tensor(digits.target[order])
-        self.train_set, self.test_set = (x[:1300], y[:1300]), (x[1300:], y[1300:])
+        self.train_set, self.test_set = digits()
         for hook in hooks:
             hook.trainer = self
 

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from digits import Head
 from dtypepin import PinError, PinWarning, unpin
 
 with warnings.catch_warnings():
@@ -26,15 +27,6 @@ pytestmark = [
     ),
 ]
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-class Head(nn.Linear):
-    """Records what it computes in."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        self.__dict__.setdefault("seen", []).append((x.dtype, self.weight.dtype, out.dtype))
-        return out
 
 
 class Digits(lightning.LightningModule):

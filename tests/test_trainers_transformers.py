@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import dtypepin
+from digits import Head
 from dtypepin import PinError, unpin
 
 with warnings.catch_warnings():
@@ -24,15 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::torch.utils.data", "ignore:::torch.optim"),
 ]
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-class Head(nn.Linear):
-    """Records what it computes in."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        self.__dict__.setdefault("seen", []).append((x.dtype, self.weight.dtype, out.dtype))
-        return out
 
 
 class Digits(nn.Module):

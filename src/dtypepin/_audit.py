@@ -39,6 +39,7 @@ from dtypepin._report import (
     by_severity,
 )
 from dtypepin._select import class_name, named
+from dtypepin._state import random_numbers_kept, run_eagerly
 
 #: Ops that move, make or compare data and compute nothing in it; views are told by their schema.
 _MOVES = frozenset(
@@ -47,7 +48,7 @@ _MOVES = frozenset(
     index index_put index_put_ _index_put_impl_ masked_fill masked_fill_ where select_scatter
     slice_scatter constant_pad_nd empty_like zeros_like ones_like full_like rand_like randn_like
     new_empty new_zeros new_ones new_full new_empty_strided fill_ zero_ bernoulli_ uniform_ normal_
-    random_ flip roll repeat _unsafe_view _reshape_copy isnan isinf isfinite eq ne lt gt le ge equal
+    random_ flip roll repeat _unsafe_view _reshape_copy equal
     item _local_scalar_dense is_nonzero lift_fresh lift_fresh_copy set_ resize_ tril triu tril_
     triu_ sort topk detach masked_select masked_scatter masked_scatter_ diag_embed index_fill
     index_fill_ take put put_ im2col pixel_shuffle pixel_unshuffle channel_shuffle _unique _unique2
@@ -194,8 +195,7 @@ class audit:
         recorder = _Recorder(*self._arguments)
         with ExitStack() as stack:
             stack.callback(recorder.finish)
-            if recorder.run_eagerly:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if stack.enter_context(run_eagerly()):
                 stack.enter_context(warnings.catch_warnings())
                 # They fire once more, for torch.compile's wrapper, which is no module of the model.
                 warnings.filterwarnings("ignore", "(?s).*when there are global hooks on modules")
@@ -223,10 +223,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.model, self.timing = model, timing
         self.report = AuditReport()
         self.rows = {f.module: ModuleRow(f.names[0], f.class_name) for f in named(model)}
-        self.seen: list[_Seen] = []
+        self.seen: dict[nn.Module, list[_Seen]] = {}
         self.pins: WeakKeyDictionary[Rule, _Seen] = WeakKeyDictionary()
         self.ran_before: list[Pin] = []
-        self.watched: set[nn.Module] = set()
         self.weights: dict[int, list[_Seen]] = {}  # pins by the ``id`` of what a module owns
         self.weightless: dict[int, list[_Seen]] = {}  # those of modules that own nothing
         self.codes: set[CodeType] = set()
@@ -235,7 +234,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last_frame: _region.Frame | None = None
         self.twins: dict[nn.Module, _Seen] | None = None  # while a copy runs without pins
         self.twin_calls: list[nn.Module] = []
-        self.not_measured: dict[str, None] = {}
         self.first_bad = ""
         self.culprit: nn.Module | None = None  # where the first bad value came out
         self.around: list[_Call] = []  # what was running there, where one had gone in
@@ -247,8 +245,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"model: got a compiled one, which torch {torch.__version__} cannot run eagerly; "
                 "audit the model that was compiled, uncompiled, or with torch 2.6 or newer"
             )
-        # Only where dynamo is loaded already: to import it costs seconds.
-        self.run_eagerly = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
         many = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.alone = not many or torch.distributed.get_world_size() == 1
         self.without_pins = without_pins and self.alone
@@ -277,22 +273,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if module not in self.rows:
             return
-        for seen in self.seen:
-            same_method = seen.module is module and seen.rule.method == pin.method
-            if same_method and pin.does_the_same_as(seen.rule):
+        here = self.seen.setdefault(module, [])
+        hooked = any(seen.rule.method == "forward" for seen in here)
+        for seen in here:
+            if seen.rule.method == pin.method and pin.does_the_same_as(seen.rule):
                 self.pins[pin] = seen
                 break
         else:
             self.pins[pin] = seen = _Seen(module, pin)
-            self.seen.append(seen)
+            here.append(seen)
             self.codes |= seen.codes
             floats = [value for _, value in _params.own_floats(module)]
             for value in floats:
                 self.weights.setdefault(id(value), []).append(seen)
             if not floats:
                 self.weightless.setdefault(id(module), []).append(seen)
-        if pin.method == "forward" and module not in self.watched:
-            self.watched.add(module)
+        if pin.method == "forward" and not hooked:
             before = module.register_forward_pre_hook(
                 _Hook(self.before_pin), with_kwargs=True, prepend=True
             )
@@ -432,10 +428,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         inside = [(pin, twins.get(id(seen.module))) for pin, seen in self.pins.items()]
         self.twins = {part: self.pins[pin] for pin, part in inside if part is not None}
-        devices = {value.device for value in module.parameters() if value.device.type == "cuda"}
         try:
             with (
-                torch.random.fork_rng(list(devices)),
+                random_numbers_kept(module),
                 _other_random_numbers_kept(),
                 # Those of a checkpoint outside would keep what is saved here.
                 torch.autograd.graph.saved_tensors_hooks(_same, _same),
@@ -534,21 +529,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         report.first_bad = self.first_bad
         for rule, seen in self.pins.items():
             seen.ran |= rule.ran
-        report.pins = sorted(map(self.verdict, self.seen), key=by_severity)
+        every = [seen for here in self.seen.values() for seen in here]
+        report.pins = sorted(map(self.verdict, every), key=by_severity)
         for pin in self.ran_before:
             pin.ran = True
-        for seen in self.seen:
+        not_measured: dict[str, None] = {}
+        for seen in every if self.without_pins else ():
             here = seen.calls or seen.ops or seen.rule.method != "forward"
-            if seen.ran and here and seen.without is None and self.without_pins:
-                self.not_measured[self.rows[seen.module].name] = None
+            if seen.ran and here and seen.without is None:
+                not_measured[self.rows[seen.module].name] = None
         if self.compiled:
             report.notes.append("compiled code ran eagerly for this audit")
         if self.timing:
             report.notes.append("times are disturbed by the measuring; compare them, no more")
         if not self.alone:
             report.notes.append("several processes take part: 'no effect' was not measured")
-        if self.not_measured:
-            names = ", ".join(map(_quoted, self.not_measured))
+        if not_measured:
+            names = ", ".join(map(_quoted, not_measured))
             report.notes.append(f"'no effect' could not be measured: {names}")
 
     def verdict(self, seen: _Seen) -> PinRow:

@@ -114,11 +114,14 @@ def untouched(model: nn.Module) -> Iterator[ModelState]:
 
 
 @contextmanager
-def run_eagerly() -> Iterator[None]:
-    """Compiled code runs as it was written; hooks put on inside would compile it anew each time."""
-    # Only where dynamo is loaded already: to import it costs seconds.
+def run_eagerly() -> Iterator[bool]:
+    """Compiled code runs as it was written; hooks put on inside would compile it anew each time.
+
+    Yields:
+        Whether there can be any: not before dynamo is loaded, and to import it costs seconds.
+    """
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
-        yield
+        yield False
         return
     with torch.compiler.set_stance("force_eager"):
-        yield
+        yield True

@@ -584,12 +584,10 @@ class _Search:
                 lost = self.gain(one) * (1 - share / shares)
                 yield one.price - price, lost, name, [c.name for c in parts[:n]]
 
-    def _overlaps(self, candidate: Candidate, pinned: frozenset[str] | dict[str, Any]) -> bool:
+    def _overlaps(self, candidate: Candidate, pinned: frozenset[str]) -> bool:
         """Whether it is part of something pinned, or holds something pinned."""
-        name = candidate.name
-        return any(o in pinned for o in self.holders[name]) or any(
-            o in pinned for o in self.inside[name]
-        )
+        others = (*self.holders[candidate.name], *self.inside[candidate.name])
+        return not pinned.isdisjoint(others)
 
     # The outcome.
 
