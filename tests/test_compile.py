@@ -287,6 +287,7 @@ def wrapped(model, backend):
     return torch.compile(model, backend=backend)
 
 
+@not_a_leaf
 @pytest.mark.parametrize("how", [wrapped, in_place])
 @pytest.mark.parametrize(
     "build",
@@ -296,8 +297,10 @@ def wrapped(model, backend):
         lambda: Parent(Softmax()),
         lambda: Softmax(),
         lambda: nn.LayerNorm(64),
+        lambda: nn.Sequential(nn.Linear(64, 64), Softmax()),
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1)),
     ],
-    ids=["deep", "inside", "paramless-inside", "paramless-root", "root"],
+    ids=["deep", "inside", "paramless-inside", "paramless-root", "root", "in-a-list", "torchs-own"],
 )
 def test_pin_after_the_first_compiled_call_works_and_so_does_removal(build, how):  # C1
     model, x = build().bfloat16(), torch.randn(4, 64).bfloat16()
@@ -322,6 +325,60 @@ def test_pin_after_the_first_compiled_call_works_and_so_does_removal(build, how)
             got = compiled(x)
             assert got.dtype is BF16
             assert torch.equal(got, plain)
+
+
+class Layer(nn.Linear):
+    def encode(self, x):
+        return self(x)
+
+
+PINNINGS = {
+    "none": lambda model: None,
+    "forward": lambda model: dtypepin.apply(model, "^$"),
+    "keep": lambda model: dtypepin.apply(model, "^$", output="keep"),
+    "encode": lambda model: dtypepin.apply(model, "^$", methods_to_override="encode"),
+    "child": lambda model: dtypepin.apply(Parent(model), "^$", output="keep"),
+}
+
+
+@pytest.mark.parametrize("second", PINNINGS)
+@pytest.mark.parametrize("first", PINNINGS)
+@pytest.mark.parametrize(
+    "build",
+    [lambda: Layer(64, 64), lambda: nn.Sequential(nn.Linear(64, 64)), lambda: nn.Softmax(-1)],
+    ids=["layer", "list", "paramless"],
+)
+def test_compiled_twins_with_other_pins_do_not_run_each_others_code(build, first, second):
+    if "encode" in (first, second) and not hasattr(build(), "encode"):
+        return
+    x = torch.randn(4, 64).bfloat16()
+    one, two = build(), build()
+    two.load_state_dict(one.state_dict())
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        PINNINGS[first](one)
+        PINNINGS[second](two)
+        expected = [one(x), two(x)]
+        compiled = [torch.compile(model, backend="eager") for model in (one, two)]
+        for call, out in zip(compiled * 2, expected * 2, strict=True):
+            got = call(x)
+            assert got.dtype is out.dtype
+            assert torch.equal(got, out)
+
+
+def test_a_pin_inside_a_region_that_was_compiled_before_counts():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.Linear(64, 64))
+    x = torch.randn(4, 64)
+    compiled = torch.compile(model, backend="eager")
+    with pin_dtype(model, "^$", output="keep"):
+        plain = compiled(x)
+        for pattern in ("^0$", "^1$", "^2$", "^[02]$"):
+            with pin_dtype(model, pattern, dtype="bfloat16"):
+                expected = model(x.clone())
+                got = compiled(x)
+                assert got.dtype is expected.dtype
+                assert torch.equal(got, expected)
+                assert not torch.equal(got.float(), plain)
+            assert torch.equal(compiled(x), plain)
 
 
 @fullgraph

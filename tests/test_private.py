@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import subprocess
 import sys
 
@@ -104,18 +105,57 @@ def test_dynamo_takes_the_marks():
     assert "enter" not in names  # of another module
 
 
-@pytest.mark.parametrize(("version", "drops"), [((2, 4), True), ((2, 13), False)])
+@pytest.mark.parametrize(("version", "drops"), [((2, 4), 3), ((2, 13), 1)])
 def test_compiled_code_is_dropped_only_where_dynamo_would_not_notice(monkeypatch, version, drops):
     torch.compile(nn.Identity(), backend="eager")  # loads dynamo
     assert _private._TORCH == TORCH
     monkeypatch.setattr(_private, "_TORCH", version)
     dropped = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(True))
-    _private.forget_compiled()
-    assert dropped == [True] * drops
-    monkeypatch.delitem(sys.modules, "torch._dynamo")  # never loaded: nothing was compiled
-    _private.forget_compiled()
-    assert dropped == [True] * drops
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
+        for _ in range(3):
+            _private.see_hooks()
+            assert torch._dynamo.config.skip_nnmodule_hook_guards is False
+    assert len(dropped) == drops
+
+
+def test_without_the_switch_compiled_code_is_dropped_each_time(monkeypatch):
+    dropped = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(True))
+    monkeypatch.setitem(sys.modules, "torch._dynamo.config", object())
+    for _ in range(3):
+        _private.see_hooks()
+    assert len(dropped) == 3
+
+
+def test_a_pickled_pin_tells_dynamo_where_it_arrives():
+    torch.compile(nn.Identity(), backend="eager")  # loads dynamo
+    model = nn.Linear(8, 8)
+    dtypepin.apply(model, "^$")
+    data = pickle.dumps(model)
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
+        pickle.loads(data)
+        assert torch._dynamo.config.skip_nnmodule_hook_guards is False
+
+
+LATE = """
+import sys, torch, dtypepin
+from torch import nn
+for _ in range(2):
+    with dtypepin.pin_dtype(nn.Linear(8, 8), "^$"):
+        pass
+assert "torch._dynamo" not in sys.modules
+finders = [finder for finder in sys.meta_path if type(finder).__module__ == "dtypepin._private"]
+assert len(finders) == 1, finders
+import torch._dynamo.config
+assert torch._dynamo.config.skip_nnmodule_hook_guards is False
+assert finders[0] not in sys.meta_path
+"""
+
+
+def test_dynamo_is_told_when_somebody_imports_it():
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # Deletes one private name before dtypepin is imported, then computes what a pin must give.

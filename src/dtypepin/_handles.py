@@ -85,11 +85,9 @@ class PinHandle:
         pin: Pin,
         names: tuple[str, ...],
         class_name: str,
-        parents: tuple[nn.Module, ...],
     ) -> None:
         self._module = weakref.ref(module)
         self._pin = pin  # it knows no module, so it keeps no model alive
-        self._parents = tuple(weakref.ref(parent) for parent in parents)
         self.name, self.names, self.class_name = names[0], names, class_name
         self.method, self.dtype = pin.method, pin.dtype
         self._removed = False
@@ -125,8 +123,7 @@ class PinHandle:
         changed: list[Tensor] = []
         if not self._removed and module is not None and _stands(module, pin):
             if pin.holders <= 1:
-                parents = [ref() for ref in self._parents]
-                changed = remove(module, pin, [p for p in parents if p is not None])
+                changed = remove(module, pin)
             pin.holders -= 1
         self._removed = True  # not before: what failed can be tried again
         return changed
@@ -273,17 +270,17 @@ class PinHandles(Sequence[PinHandle]):
         return f"PinHandles([{', '.join(map(repr, self._handles))}])"
 
 
-def remove(module: nn.Module, pin: Pin, parents: Sequence[nn.Module] = ()) -> list[Tensor]:
+def remove(module: nn.Module, pin: Pin) -> list[Tensor]:
     """Take one pin off a module, exactly; the tensors that got another dtype come back.
 
     A call that is running at this moment ends as it began, and takes the pin off when it ends.
     """
     if _region.is_entered(pin):
-        _hooks.retire(module, pin, partial(remove, module, pin, parents))
+        _hooks.retire(module, pin, partial(remove, module, pin))
         return []
     changed = _params.release(module, pin)  # first: this alone can fail, and be tried again
     _hooks.detach(module, pin)
-    _params.uncover([*parts(module), *parents], pin)
+    _params.uncover(parts(module), pin)
     return changed
 
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtypepin import _buffers, _cast, _params, _private, _region
 from dtypepin._errors import warn
-from dtypepin._private import forget_compiled, keep_out_of_dynamo_frames, renumber
+from dtypepin._private import keep_out_of_dynamo_frames, renumber, see_hooks
 from dtypepin._region import Args, Kwargs, Rule
 
 
@@ -40,6 +40,10 @@ class Pin(Rule):
         self.override = override
         self.holders = 0
         self.handles: tuple[RemovableHandle, ...] = ()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        see_hooks()  # a copy, perhaps in another process
 
     def does_the_same_as(self, other: Pin) -> bool:
         """Whether two pins of one method differ in nothing but their names."""
@@ -253,7 +257,7 @@ def _choose(module: nn.Module, method: str) -> None:
     pins = on_method(module, method)
     for pin in pins:
         pin.active = pin is pins[-1]
-    forget_compiled()
+    see_hooks()
 
 
 def _children(name: str) -> str:

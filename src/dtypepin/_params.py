@@ -171,21 +171,19 @@ def own_floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, value
 
 
-def cover(
-    modules: Iterable[nn.Module], rule: Rule, pinned: nn.Module, also_empty: bool = False
-) -> None:
+def cover(modules: Iterable[nn.Module], rule: Rule, pinned: nn.Module) -> None:
     """Put views on modules in the region of one pinned module."""
     for module in modules:
         for attribute, kind in (("_parameters", ParameterView), ("_buffers", BufferView)):
             values = module.__dict__[attribute]
             if not isinstance(values, ParameterView):
-                if not isinstance(values, dict) or not (values or also_empty):
+                if not isinstance(values, dict) or not values:
                     continue
                 view = kind(values)
                 view.plain = values
                 module.__dict__[attribute] = values = view
             values.rules = (*values.rules, rule)
-            if module is not pinned and not also_empty:
+            if module is not pinned:
                 values.inherited = (*values.inherited, rule)
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from dtypepin import _handles, _hooks, _params, _refuse, _region
 from dtypepin._cast import resolve_dtype
@@ -149,10 +148,9 @@ class _Plan:
     def pin(self, found: Named, method: str) -> Pin:
         wanted = self.settings
         # A parametrization is handed all parts of one tensor, as weight norm's two originals.
-        parts = any(isinstance(p, parametrize.ParametrizationList) for p in found.parents)
         return Pin(
             wanted.dtype,
-            "all" if parts else wanted.inputs,
+            "all" if found.parametrizes else wanted.inputs,
             wanted.output,
             found.names[0],
             method,
@@ -249,15 +247,13 @@ def put_on(model: nn.Module, settings: Settings, verbose: bool = False) -> PinHa
                 new = plan.pin(found, method)
                 if pin is None or not pin.does_the_same_as(new):
                     pin = new
-                    undo.callback(_handles.remove, found.module, pin, found.parents)
+                    undo.callback(_handles.remove, found.module, pin)
                     _put(found, pin, known)
                 else:
                     _params.cover(
                         _uncovered(found.module, pin), pin, found.module
                     )  # children added since
-                handles.append(
-                    PinHandle(found.module, pin, found.names, found.class_name, found.parents)
-                )
+                handles.append(PinHandle(found.module, pin, found.names, found.class_name))
             undo.pop_all()
         pins = PinHandles(handles)
     if not _hooks.SAFE_ACROSS_GRAPH_BREAKS and "torch._dynamo" in sys.modules:
@@ -286,11 +282,7 @@ def _no_collection() -> Iterator[None]:
 def _put(found: Named, pin: Pin, known: dict[int, Stored]) -> None:
     """Change the model: views, storage, hooks, in an order that each can be undone."""
     module = found.module
-    inside = parts(module)
-    _params.cover(inside, pin, module)
-    if not any(part._parameters or part._buffers for part in inside):
-        # torch.compile does not guard on new hooks, but on the class of a dict it read.
-        _params.cover(found.parents, pin, module, also_empty=True)
+    _params.cover(parts(module), pin, module)
     if pin.override:
         _params.store(module, pin, known)
     _hooks.attach(module, pin)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -116,13 +120,49 @@ def register_global_forward_hook(hook: Callable[..., None]) -> Callable[[], None
     return remove
 
 
-def forget_compiled() -> None:
-    """Drop all compiled code where dynamo would not notice that a module's hooks changed.
+def see_hooks() -> None:
+    """Have dynamo notice that a module's hooks changed; called whenever ours do.
 
-    Newer torch guards on the class of a module's ``_parameters``, which a pin changes.
+    By default it does not look whether a module without hooks still has none, and runs a pinned
+    one with the code that it compiled for an unpinned one. What was compiled before it was told
+    to look is dropped, once; where it cannot be told, or does not listen, each time.
     """
-    if _TORCH < (2, 5) and "torch._dynamo" in sys.modules:
+    if _CONFIG not in sys.modules:
+        if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WhenImported())
+    elif not _look_at_hooks(sys.modules[_CONFIG]) or _TORCH < (2, 5):
         torch.compiler.reset()
+
+
+_CONFIG = "torch._dynamo.config"
+
+
+def _look_at_hooks(config: Any) -> bool:
+    """Switch dynamo's guards on hooks on; False if they were not on before."""
+    if getattr(config, "skip_nnmodule_hook_guards", None) is False:
+        return True
+    with suppress(AttributeError):
+        config.skip_nnmodule_hook_guards = False
+    return False
+
+
+class _WhenImported(MetaPathFinder):
+    """Sets dynamo's guards once it is imported, which takes a second: not before somebody does."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name != _CONFIG:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                _look_at_hooks(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def keep_out_of_dynamo_frames(*modules: ModuleType) -> bool:

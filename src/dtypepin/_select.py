@@ -34,12 +34,15 @@ _MOST_NAMES = 64
 
 
 class Named(NamedTuple):
-    """A module with all its names and its class name, wrappers left out."""
+    """A module with all its names and its class name, wrappers left out.
+
+    ``parametrizes``: whether it is a parametrization of somebody's parameter.
+    """
 
     module: nn.Module
     names: tuple[str, ...]
     class_name: str
-    parents: tuple[nn.Module, ...]
+    parametrizes: bool
 
 
 def class_name(module: nn.Module) -> str:
@@ -86,7 +89,7 @@ def named(model: nn.Module) -> list[Named]:
     if not isinstance(model, nn.Module):
         raise PinError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     names: dict[nn.Module, list[str]] = {}
-    parents: dict[nn.Module, list[nn.Module]] = {}
+    parametrizing: set[nn.Module] = set()
     todo: list[tuple[nn.Module, str, nn.Module | None, frozenset[int]]] = [
         (model, "", None, frozenset())
     ]
@@ -98,9 +101,8 @@ def named(model: nn.Module) -> list[Named]:
         if id(module) in above:
             continue  # a child that refers to one of its parents
         known = names.setdefault(module, [])
-        above_of = parents.setdefault(module, [])
-        if parent is not None and all(parent is not other for other in above_of):
-            above_of.append(parent)
+        if isinstance(parent, parametrize.ParametrizationList):
+            parametrizing.add(module)
         if name in known or len(known) >= _MOST_NAMES:
             continue
         known.append(name)
@@ -112,7 +114,7 @@ def named(model: nn.Module) -> list[Named]:
             if value is not None:
                 todo.append((value, prefix + child, module, below))
     return [
-        Named(module, tuple(known), class_name(module), tuple(parents[module]))
+        Named(module, tuple(known), class_name(module), module in parametrizing)
         for module, known in names.items()
     ]
 
