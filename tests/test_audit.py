@@ -392,6 +392,21 @@ def test_a_pin_that_is_made_inside_the_block():
     assert verdicts(report) == {"0": ("honoured", "")}
 
 
+def test_what_is_stored_is_told_of_pins_that_are_off_in_the_end():
+    m = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+    with dtypepin.audit(m) as report, dtypepin.pin_dtype(m, "0", override_parameters=True):
+        m(x())
+    assert report.pins[0].stored_bytes == 40  # two bytes more for each of 20
+
+
+def test_modules_that_are_added_inside_the_block_are_named():
+    m = nn.Sequential(nn.Linear(4, 4))
+    with dtypepin.audit(m) as report:
+        m.append(nn.Linear(4, 4))
+        m(x(F32))
+    assert report.notes == ["added to the model inside the block, so not looked at: '1'"]
+
+
 def test_no_pin_is_not_honoured():
     m = nn.Sequential(nn.Linear(4, 4))
     with dtypepin.audit(m) as report:

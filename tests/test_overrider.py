@@ -3,6 +3,7 @@
 import logging
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,11 +238,58 @@ def test_without_a_trainer_it_says_so():
 
 
 def test_repr_shows_every_argument():
-    hook = DtypeOverrider("a", re.compile("B"), "bf16", "encode", True, True, 3)
+    hook = DtypeOverrider(
+        "a", re.compile("B"), "bf16", "encode", True, True, 3, inputs="all", output=torch.float64
+    )
     assert repr(hook) == (
         "DtypeOverrider(patterns=['a'], class_patterns=['B'], dtype='bfloat16', "
-        "methods_to_override=['encode'], override_parameters=True, verbose=True, check_interval=3)"
+        "methods_to_override=['encode'], override_parameters=True, verbose=True, check_interval=3, "
+        "inputs='all', output=torch.float64)"
     )
+
+
+def test_inputs_and_output_are_those_of_apply():
+    seen = []
+
+    class Two(nn.Module):
+        def forward(self, a, b):
+            seen.append((a.dtype, b.dtype))
+            return a + b
+
+    model = nn.ModuleDict({"two": Two()})
+    hook = DtypeOverrider("two", inputs="all", output="keep")
+    hook.trainer = SimpleNamespace(model=model)
+    hook.before_train()
+    x = torch.randn(2, dtype=torch.bfloat16)
+    assert model["two"](x, x).dtype is torch.float32
+    assert seen == [(torch.float32, torch.float32)]
+    hook.after_train()
+    with pytest.raises(PinError, match="inputs"):
+        DtypeOverrider("two", inputs="both")
+
+
+def test_a_base_class_that_would_hide_the_pins_is_refused():
+    class HookBase:
+        def before_train(self): ...
+
+    class Deep(HookBase): ...
+
+    with pytest.raises(PinError, match=r"expected class Overrider\(DtypeOverrider, HookBase\)"):
+        type("Overrider", (Deep, DtypeOverrider), {})
+
+    class Mine(DtypeOverrider, Deep):
+        def before_train(self, runner=None):
+            super().before_train(runner)
+
+    type("More", (Mine, HookBase), {})
+
+
+@pytest.mark.parametrize("trainer", [SimpleNamespace(), SimpleNamespace(model="net")])
+def test_a_trainer_without_a_model_is_refused(trainer):
+    hook = DtypeOverrider("norm")
+    hook.trainer = trainer
+    with pytest.raises(PinError, match=r"trainer\.model: got (NoneType|str)"):
+        hook.before_train()
 
 
 def test_a_second_training_pins_once_and_anew():

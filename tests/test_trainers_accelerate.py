@@ -117,6 +117,7 @@ def test_a_pin_on_the_very_module_that_is_prepared_is_told_of_with_what_works(da
     with pytest.warns(PinWarning, match="the root module.*counts inside") as warned:
         run.train(0, 2)
     assert len(warned.list) == 1
+    assert warned.list[0].filename == __file__  # not torch's or Accelerate's
     assert {out for _, _, out in run.model.head.seen} == {BF16}
     instead = str(warned.list[0].message).partition("patterns='")[2].partition("'")[0]
     run = Run(Net(), data, order, patterns=instead).train(0, 2)

@@ -150,16 +150,77 @@ def test_stored_parameters_are_trained_in_float32(digits, tmp_path):
             }
 
     model, look = Digits(), Look()
-    with warnings.catch_warnings(record=True) as caught:  # Lightning has warnings of its own
-        warnings.simplefilter("always")
-        trainer(tmp_path, callback, look, precision="bf16-true").fit(model, digits, digits)
-    ours = [str(found.message) for found in caught if found.category is PinWarning]
-    assert len(ours) == 1
-    assert "were cast since" in ours[0]  # bf16-true casts the whole module
+    fit = trainer(tmp_path, callback, look, precision="bf16-true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PinWarning)
+        fit.fit(model, digits, digits)
+    assert "convert_module" not in vars(fit.precision_plugin)
     assert look.found["head.weight"] == (F32, F32)
     assert look.found["body.0.weight"] == (BF16, BF16)
     assert model.head.weight.dtype is BF16
     assert seen(model)[0] == {(F32, F32, F32)}
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
+def test_bf16_true_leaves_stored_parameters_and_a_checkpoint_their_digits(
+    digits, tmp_path, cast, both
+):
+    path = tmp_path / "a.ckpt"
+
+    class Look(lightning.Callback):
+        def on_train_start(self, trainer, module):
+            self.start = {key: value.clone() for key, value in module.state_dict().items()}
+
+        def on_train_epoch_end(self, trainer, module):
+            trainer.save_checkpoint(path)
+
+    def run(model, epochs=1, resume=None):
+        look = Look()
+        callbacks = [PinDtypeCallback("head", override_parameters=True), look]
+        if both:
+            callbacks.append(PinDtypeCallback("^body.1$", override_parameters=True))
+        fit = trainer(tmp_path, *callbacks, precision="bf16-true", max_epochs=epochs)
+        fit.fit(model, digits, ckpt_path=resume)
+        assert "convert_module" not in vars(fit.precision_plugin)
+        return look.start
+
+    def make():
+        return Digits().bfloat16() if cast else Digits()
+
+    model = make()
+    before = model.head.weight.detach().clone()
+    start = run(model)
+    assert torch.equal(start["head.weight"], before.float())  # to the bit
+    assert model.head.weight.dtype is BF16  # as without the pin
+    saved = torch.load(path, weights_only=False)["state_dict"]
+    stored = {"head.weight", "head.bias"} | ({"body.1.weight", "body.1.bias"} if both else set())
+    assert {key for key, value in saved.items() if value.dtype is F32} == stored
+    assert not torch.equal(saved["head.weight"], saved["head.weight"].bfloat16().float())
+    resumed = run(make(), 2, path)
+    assert all(torch.equal(resumed[key], value) for key, value in saved.items())
+
+
+def test_storing_what_configure_model_makes_is_refused_and_the_plugin_is_left_alone(
+    digits, tmp_path
+):
+    callback = PinDtypeCallback("head", override_parameters=True)
+    fit = trainer(tmp_path, callback)
+    with pytest.raises(PinError, match="configure_model makes is not there yet"):
+        fit.fit(Digits(late=True), digits)
+    assert "convert_module" not in vars(fit.precision_plugin)
+
+    class Fails(lightning.Callback):
+        def setup(self, trainer, module, stage):
+            assert "convert_module" in vars(trainer.precision_plugin)
+            raise RuntimeError("out of luck")
+
+    model = Digits()
+    fit = trainer(tmp_path, callback, Fails())
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit.fit(model, digits)
+    assert "convert_module" not in vars(fit.precision_plugin)
+    assert unpin(model) == 0
 
 
 @pytest.mark.parametrize("override", [False, True])

@@ -106,6 +106,7 @@ class _Seen:
         without: dtypes of ops in it and its children without pins; None where not measured.
         measured: under which autocast and with which inputs.
         bytes: size of all casts that it made.
+        stored: what storing parameters took, at the first call; the pin may be off in the end.
         not_cast: what to say of inputs that its regions got in another dtype.
         bad: calls with a non-finite value in the inputs and in the outputs.
         cause: why it has not run, as far as can be told.
@@ -119,6 +120,7 @@ class _Seen:
         self.without: set[str] | None = None
         self.measured: set[object] = set()
         self.bytes = 0
+        self.stored = 0
         self.not_cast = ""
         self.bad = 0
         self.cause = ""
@@ -337,6 +339,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.cause = "switched off by disabled()"
             return
         seen.calls += 1
+        if seen.calls == 1:
+            seen.stored = _params.stored_bytes(module)
         if not self.without_pins or in_backward() or _region.current() is not None:
             return  # inside another pin's region, that one measures
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -540,6 +544,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 not_measured[self.rows[seen.module].name] = None
         if self.compiled:
             report.notes.append("compiled code ran eagerly for this audit")
+        new = [found.names[0] for found in named(self.model) if found.module not in self.rows]
+        if new:
+            names = ", ".join(map(_quoted, new[:5])) + (" ..." if len(new) > 5 else "")
+            report.notes.append(f"added to the model inside the block, so not looked at: {names}")
         if self.timing:
             report.notes.append("times are disturbed by the measuring; compare them, no more")
         if not self.alone:
@@ -584,7 +592,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls=calls,
             verdict=verdict,
             detail=detail,
-            stored_bytes=_params.stored_bytes(module),
+            stored_bytes=seen.stored or _params.stored_bytes(module),
             cast_bytes=seen.bytes // max(calls, 1),
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -278,6 +279,24 @@ def repair(value: Tensor, stored: Stored) -> None:
     stored.original = stored.settled = value.dtype
     stored.backup = None
     _settle(value, stored)
+
+
+@contextmanager
+def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A cast of a whole model in this block leaves stored tensors their dtype and their digits."""
+    held = [
+        (view, name, stored, value.detach())
+        for module in modules
+        for view in views(module)
+        for name, stored in view.stored.items()
+        if (value := dict.get(view, name)) is not None
+    ]
+    yield
+    for view, name, stored, before in held:
+        value = dict.get(view, name)
+        if value is not None and value.dtype is not stored.settled:
+            repair(value, stored)
+            value.data = before.to(value.device)
 
 
 def _settle(tensor: Tensor, stored: Stored) -> bool:

@@ -181,8 +181,10 @@ def load_plan(path: str | os.PathLike[str], model: nn.Module | None = None) -> P
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
-        if data.pop("dtypepin_plan") != _VERSION or set(data) != {f.name for f in fields(Plan)}:
-            raise ValueError("not a plan of this version")
+        if data.pop("dtypepin_plan", None) != _VERSION or set(data) != {
+            f.name for f in fields(Plan)
+        }:
+            raise ValueError("no plan of this version")
         data["rows"] = [PlanRow(**row) for row in data["rows"]]
         if data["error_held_out"] is not None:
             data["error_held_out"] = tuple(data["error_held_out"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
@@ -537,8 +538,8 @@ class _Search:
             self.additive = 0.5 <= predicted / max(error, 1e-300) <= 2
             if not self.additive:
                 self.notes.append(
-                    f"additivity does not hold here: predicted {predicted:.2e}, measured "
-                    f"{error:.2e}; searched by runs alone"
+                    f"additivity does not hold here: a run with {len(pinned)} pins was predicted "
+                    f"at {predicted:.2e} and measured at {error:.2e}; searched by runs alone"
                 )
 
     def _make_cheaper(self, pinned: frozenset[str], start: frozenset[str], max_runs: int) -> None:
@@ -662,10 +663,31 @@ def _batches(inputs: Any, what: str) -> list[Batch]:
             f"{what}: got {type(inputs).__name__}, expected a tensor, a tuple of arguments, a dict "
             "of keyword arguments, or an iterable of these"
         )
-    found = [batch(value) for value in inputs]
-    if not found:
+    values = list(inputs)
+    if not values:
         raise PinError(f"{what}: got no batch, expected one or more")
-    return found
+    if any(isinstance(value, list) for value in values):
+        raise PinError(
+            f"{what}: got a list as one batch, expected a tensor, a tuple of arguments or a dict "
+            "of keyword arguments; of a loader that gives inputs and labels: "
+            "[x for x, _ in loader]"
+        )
+    return [batch(value) for value in values]
+
+
+def _check_signature(model: nn.Module, batches: list[Batch], what: str) -> None:
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return  # it has none that Python knows
+    for args, kwargs in batches:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise PinError(
+                f"{what}: got a batch that forward of {type(model).__name__} does not take "
+                f"({error}), expected its arguments alone, in a tuple or a dict; no labels"
+            ) from None
 
 
 def _checked(
@@ -675,6 +697,8 @@ def _checked(
     batches = _batches(inputs, "inputs")
     held = [] if holdout is None else _batches(holdout, "holdout")
     everything = named(model)
+    _check_signature(everything[0].module, batches, "inputs")
+    _check_signature(everything[0].module, held, "holdout")
     for found in everything:
         for name, value in found.module.named_parameters(prefix=found.names[0], recurse=False):
             if is_lazy(value):

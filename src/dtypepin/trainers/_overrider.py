@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtypepin._cast import short
 from dtypepin._errors import PinError, warn
 from dtypepin._handles import PinHandles
 from dtypepin._params import own_floats
-from dtypepin._pin import Settings, logger, put_on
+from dtypepin._pin import Inputs, Output, Settings, logger, put_on
 from dtypepin._select import Patterns
 
 
@@ -48,6 +49,8 @@ class DtypeOverrider:
         override_parameters: whether to store the matched modules' parameters in ``dtype``.
         verbose: log each pinned method and stored parameter, and a summary, to
             ``trainer.logger``; to the logger ``"dtypepin"`` where the trainer has none.
+        inputs: ``"first"`` or ``"all"``, as for :func:`dtypepin.apply`.
+        output: ``"restore"``, ``"keep"`` or a dtype.
         check_interval: every so many steps, stored parameters that have drifted to another dtype
             are cast back, with a warning. 0 never checks.
 
@@ -71,10 +74,13 @@ class DtypeOverrider:
         override_parameters: bool = False,
         verbose: bool = False,
         check_interval: int = 10,
+        *,
+        inputs: Inputs = "first",
+        output: Output = "restore",
     ) -> None:
         methods = ["forward"] if methods_to_override is None else methods_to_override
         self.settings = Settings(
-            patterns, class_patterns, dtype, methods, override_parameters, "first", "restore"
+            patterns, class_patterns, dtype, methods, override_parameters, inputs, output
         )
         # A bool is an int to Python, and True would check at every step.
         interval: Any = check_interval
@@ -86,20 +92,41 @@ class DtypeOverrider:
         self.class_patterns = self.settings.class_patterns
         self.dtype = self.settings.dtype
         self.methods_to_override = self.settings.methods
+        self.inputs, self.output = inputs, output
         self.override_parameters = override_parameters
         self.verbose = verbose
         self.check_interval = check_interval
         self.pins: PinHandles | None = None
         self._steps = 0
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            if base is DtypeOverrider:
+                break
+            if not issubclass(base, DtypeOverrider) and "before_train" in vars(base):
+                # The framework's own hook, which does nothing: no pin and no word of it.
+                raise PinError(
+                    f"got {base.__name__} before DtypeOverrider among the bases of "
+                    f"{cls.__name__}, where its before_train counts; expected "
+                    f"class {cls.__name__}(DtypeOverrider, {base.__name__})"
+                )
+
     def before_train(self, runner: Any = None) -> None:
         """Pin the model; pins that are still on, for one of ``before_run``, are not doubled."""
         trainer = self.trainer if runner is None else runner
         if trainer is None:
             raise PinError("trainer: got None, expected the trainer to set it before before_train")
+        model = getattr(trainer, "model", None)
+        if not isinstance(model, nn.Module):
+            raise PinError(
+                f"trainer.model: got {type(model).__name__}, expected a torch.nn.Module, at "
+                f"{type(trainer).__name__}"
+            )
         before, self.pins, self._steps = self.pins, None, 0
+        dtypes = [parameter.dtype for parameter in model.parameters()]
         try:
-            self.pins = put_on(trainer.model, self.settings)
+            self.pins = put_on(model, self.settings)
         finally:
             # Not first: stored parameters would lose the digits that their old dtype has not.
             if before is not None:
@@ -108,6 +135,12 @@ class DtypeOverrider:
         if self.override_parameters and getattr(optimizer, "state", None):
             # State from before the pins is in the parameters' old dtype, which Adam refuses.
             optimizer.load_state_dict(optimizer.state_dict())  # type: ignore[union-attr]
+            if before is None and dtypes != [parameter.dtype for parameter in model.parameters()]:
+                warn(
+                    "the optimizer has state already. If that is of a checkpoint which was saved "
+                    "with these pins, its weights were rounded to the model's own dtype when they "
+                    "were loaded, before the pins: call before_train() before loading it"
+                )
         if self.verbose and before is None:
             self._log(self.pins, (getattr(trainer, "logger", None) or logger).info)
 
@@ -178,5 +211,6 @@ class DtypeOverrider:
             f"class_patterns={[p.pattern for p in self.class_patterns]}, "
             f"dtype={short(self.dtype)!r}, methods_to_override={self.methods_to_override}, "
             f"override_parameters={self.override_parameters}, verbose={self.verbose}, "
-            f"check_interval={self.check_interval})"
+            f"check_interval={self.check_interval}, inputs={self.inputs!r}, "
+            f"output={self.output!r})"
         )

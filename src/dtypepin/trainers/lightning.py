@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtypepin._errors import PinError
 from dtypepin._handles import PinHandles
+from dtypepin._params import kept
 from dtypepin._pin import Inputs, Output, Settings, put_on
 from dtypepin._select import Patterns
 
@@ -99,9 +102,16 @@ class PinDtypeCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Pin before the strategy sets up, where parameters are stored in another dtype."""
-        self._remove()
+        self._remove(trainer)
         if self.settings.override:
-            self._pin(pl_module)
+            try:
+                self._pin(pl_module)
+            except PinError as error:
+                raise PinError(f"{error}{_not_built_yet(pl_module)}") from None
+            plugin: Any = trainer.precision_plugin
+            if "convert_module" not in vars(plugin):
+                # ``precision="bf16-true"`` casts the whole module there, and no hook is nearer.
+                plugin.convert_module = partial(_convert, plugin, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pin for the fit; its validation is part of it."""
@@ -121,22 +131,41 @@ class PinDtypeCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the pins off."""
-        self._remove()
+        self._remove(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Take the pins off; Lightning calls no ``teardown`` here."""
-        self._remove()
+        self._remove(trainer)
 
     def _pin(self, module: LightningModule) -> None:
         if self.pins is None:
             self.pins = put_on(module, self.settings, self.verbose)
         else:
-            # ``precision="bf16-true"`` casts the whole module, between ``setup`` and the start.
             self.pins.check()
 
-    def _remove(self) -> None:
+    def _remove(self, trainer: Trainer) -> None:
+        plugin = vars(trainer.precision_plugin)
+        if getattr(plugin.get("convert_module"), "func", None) is _convert:
+            del plugin["convert_module"]  # the stage ended before it was called
         pins, self.pins = self.pins, None
         if pins is not None:
             pins.remove()
+
+
+def _convert(plugin: Any, pinned: LightningModule, module: torch.nn.Module) -> torch.nn.Module:
+    """Stands for ``convert_module`` of a trainer's precision plugin, for one call."""
+    del plugin.convert_module
+    with kept(pinned.modules()):
+        converted: torch.nn.Module = plugin.convert_module(module)
+    return converted
+
+
+def _not_built_yet(module: LightningModule) -> str:
+    if type(module).configure_model.__module__.startswith(("lightning.", "pytorch_lightning.")):
+        return ""  # it is not overridden
+    return (
+        "; what configure_model makes is not there yet when parameters are stored: make it in "
+        "__init__, or leave override_parameters out"
+    )

@@ -63,7 +63,7 @@ class PinDtypeCallback(TrainerCallback):
 
     Raises:
         PinError: an argument is not valid; when it pins, whatever ``apply`` refuses, and
-            ``override_parameters=True`` where the optimizer has state already.
+            ``override_parameters=True`` where the optimizer has state in another dtype already.
     """
 
     def __init__(
@@ -124,14 +124,17 @@ class PinDtypeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Pin, unless a ``with`` block has."""
+        model = kwargs["model"]
         state_of = getattr(kwargs.get("optimizer"), "state", None)
-        if self.settings.override and not self._blocks and state_of:
+        dtypes = [parameter.dtype for parameter in model.parameters()]
+        self._pin(model)
+        if state_of and dtypes != [parameter.dtype for parameter in model.parameters()]:
+            self.pins.pop().remove()
             raise PinError(
                 "override_parameters=True: got an optimizer with state, of a resumed training, "
                 "whose dtype would no longer be that of the parameters; expected none. Pin "
                 "earlier: with callback: trainer.train(...)"
             )
-        self._pin(kwargs["model"])
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
