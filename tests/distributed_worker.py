@@ -1,6 +1,7 @@
 """Runs in two processes; rank 0 writes what happened as JSON. Started by test_distributed.py."""
 
 import copy
+import importlib.util
 import json
 import os
 import sys
@@ -177,6 +178,56 @@ def ddp_remove_while_wrapped():
     }
 
 
+def lightning_ddp(rank, override):
+    """A fit of Lightning's in both processes: the callback, its DDP strategy, gradients reduced."""
+    import warnings
+
+    import lightning.pytorch as lightning
+
+    from dtypepin.trainers.lightning import PinDtypeCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+            self.grads = {}
+
+        def training_step(self, batch, number):
+            return self.net(batch.to(self.net.a.weight.dtype)).float().pow(2).mean()
+
+        def on_before_optimizer_step(self, optimizer):
+            self.grads = {name: value.grad for name, value in self.net.named_parameters()}
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module = Module()
+    callback = PinDtypeCallback("norm$", override_parameters=override)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        precision="bf16-true" if override else "bf16-mixed",
+        callbacks=[callback],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning has some of its own
+        trainer.fit(module, torch.utils.data.DataLoader(list(data()), batch_size=None))
+    expected = reference(BF16 if override else F32, autocast=not override)
+    RESULTS[f"lightning ddp {override}"] = {
+        "ranks": trainer.world_size,
+        "seen": sorted({str(seen) for seen in module.net.norm.seen}),
+        "grad dtypes": {name: str(grad.dtype) for name, grad in module.grads.items()},
+        "error": compare(module.grads, expected),
+        "left": len(module.net.norm._forward_hooks),
+    }
+
+
 def main(path):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -196,6 +247,9 @@ def main(path):
                     for order in ("pin first", "shard first"):
                         name = f"fsdp {policy} {reshard} {checkpointed} {order}"
                         fsdp(rank, name, policy, reshard, checkpointed, order)
+    if importlib.util.find_spec("lightning"):
+        for override in (False, True):
+            lightning_ddp(rank, override)
     if rank == 0:
         with open(path, "w") as file:
             json.dump(RESULTS, file)

@@ -60,6 +60,20 @@ def test_giving_a_dtype_back_that_ddp_owns_warns(results):
     assert results["ddp remove"]["dtype"] == "torch.bfloat16"
 
 
+@pytest.mark.trainers
+@pytest.mark.parametrize("override", [False, True], ids=["cast", "stored"])
+def test_lightning_with_ddp(results, override):
+    pytest.importorskip("lightning")
+    found = results[f"lightning ddp {override}"]
+    assert found["ranks"] == 2
+    assert found["seen"] == IN_F32
+    assert found["error"] < (1e-2 if override else 1e-6)
+    dtypes = found["grad dtypes"]
+    assert dtypes["norm.weight"] == "torch.float32"
+    assert dtypes["a.weight"] == ("torch.bfloat16" if override else "torch.float32")
+    assert found["left"] == 0
+
+
 @needs_fully_shard
 @pytest.mark.parametrize("order", ["pin first", "shard first"])
 @pytest.mark.parametrize(
