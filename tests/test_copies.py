@@ -1,6 +1,7 @@
 """Copies and other processes: pinned on their own weights, freed on their own. U1, U2."""
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -142,3 +143,12 @@ def test_spawn():
     found = queue.get(timeout=300)
     process.join()
     assert found == ("torch.bfloat16", ["torch.float32"] * 3, 3, "torch.bfloat16")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda child: pickle.loads(pickle.dumps(child))])
+def test_a_child_that_outlived_its_pinned_parent_can_be_copied(copied):
+    child = nn.Linear(4, 4).bfloat16()
+    dtypepin.apply(nn.Sequential(child), "^$")
+    gc.collect()
+    x = torch.randn(2, 4).bfloat16()
+    assert torch.equal(copied(child)(x), child(x))

@@ -115,10 +115,15 @@ def test_compiled_code_is_dropped_only_where_dynamo_would_not_notice(monkeypatch
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         for _ in range(3):
             _private.see_hooks()
-            assert torch._dynamo.config.skip_nnmodule_hook_guards is False
+            told = not torch._dynamo.config.skip_nnmodule_hook_guards
+            assert told is (version > (2, 4))
     assert len(dropped) == drops
 
 
+needs_guards = pytest.mark.skipif(TORCH < (2, 5), reason="compiled code is dropped each time")
+
+
+@needs_guards
 def test_without_the_switch_compiled_code_is_dropped_each_time(monkeypatch):
     dropped = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(True))
@@ -128,6 +133,7 @@ def test_without_the_switch_compiled_code_is_dropped_each_time(monkeypatch):
     assert len(dropped) == 3
 
 
+@needs_guards
 def test_a_pickled_pin_tells_dynamo_where_it_arrives():
     torch.compile(nn.Identity(), backend="eager")  # loads dynamo
     model = nn.Linear(8, 8)
@@ -153,6 +159,7 @@ assert finders[0] not in sys.meta_path
 """
 
 
+@needs_guards
 def test_dynamo_is_told_when_somebody_imports_it():
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

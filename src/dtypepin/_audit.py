@@ -335,7 +335,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if pin is None or pin not in self.pins:
             return
         seen = self.pins[pin]
-        if any(pin in block for block in _region.thread.disabled):
+        if any(pin.number in block for block in _region.thread.disabled):
             seen.cause = "switched off by disabled()"
             return
         seen.calls += 1

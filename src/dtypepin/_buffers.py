@@ -43,7 +43,7 @@ class BufferCast:
             new = self._new(cast(read, buffer.dtype))
             # ``.data``: like batch_norm's own writing, it must not invalidate saved tensors.
             # Export does not see through ``.data``, and keeps no tensors for a backward.
-            target = buffer if is_exporting() and not is_dynamo_compiling() else buffer.data
+            target = buffer if is_exporting() else buffer.data
             target.copy_(new)
 
     def refresh(self) -> None:

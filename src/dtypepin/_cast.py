@@ -150,7 +150,15 @@ def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     if kind is list:
         return [changed.get(key, item) for key, item in items.items()]
     # copy.copy keeps default factories, extra attributes and fields that __init__ does not take.
-    new = copy.copy(value)
+    fields = getattr(value, "__dataclass_fields__", None)
+    if isinstance(value, dict) and fields is not None and not is_dynamo_compiling():
+        # transformers' outputs: copying them runs generators, which a compiled model's hooks,
+        # called outside of its graph, may not with fullgraph=True.
+        new = kind.__new__(kind)
+        new.__dict__.update(vars(value))
+        changed = {**items, **changed}
+    else:
+        new = copy.copy(value)
     for key, item in changed.items():
         if isinstance(value, (dict, list)):
             new[key] = item

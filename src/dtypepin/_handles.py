@@ -275,12 +275,14 @@ def remove(module: nn.Module, pin: Pin) -> list[Tensor]:
 
     A call that is running at this moment ends as it began, and takes the pin off when it ends.
     """
-    if _region.is_entered(pin):
-        _hooks.retire(module, pin, partial(remove, module, pin))
-        return []
-    changed = _params.release(module, pin)  # first: this alone can fail, and be tried again
-    _hooks.detach(module, pin)
-    _params.uncover(parts(module), pin)
+    _region.current()  # forgets what Ctrl-C left behind, and with it the inputs of that call
+    with _hooks.changing:
+        if _region.is_entered(pin):
+            _hooks.retire(module, pin, partial(remove, module, pin))
+            return []
+        changed = _params.release(module, pin)  # first: this alone can fail, and be tried again
+        _hooks.detach(module, pin)
+        _params.uncover(parts(module), pin)
     return changed
 
 

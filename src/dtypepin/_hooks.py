@@ -6,6 +6,7 @@ import inspect
 import itertools
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtypepin import _buffers, _cast, _params, _private, _region
 from dtypepin._errors import warn
-from dtypepin._private import keep_out_of_dynamo_frames, renumber, see_hooks
+from dtypepin._private import keep_out_of_dynamo_frames, renumber, run_by_dynamo, see_hooks
 from dtypepin._region import Args, Kwargs, Rule
 
 
@@ -41,9 +42,16 @@ class Pin(Rule):
         self.holders = 0
         self.handles: tuple[RemovableHandle, ...] = ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # On a child that outlived its pinned parent: a handle of what is gone cannot be copied.
+        alive = tuple(handle for handle in self.handles if handle.hooks_dict_ref() is not None)
+        return {**self.__dict__, "handles": alive}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        see_hooks()  # a copy, perhaps in another process
+        self.number = next(_region._numbers)
+        if not run_by_dynamo():  # dynamo copies hooks, and nothing may be dropped meanwhile
+            see_hooks()  # a copy, perhaps in another process
 
     def does_the_same_as(self, other: Pin) -> bool:
         """Whether two pins of one method differ in nothing but their names."""
@@ -65,8 +73,13 @@ class Pin(Rule):
             )
         return _region.enter(self, module, args, kwargs, owner)
 
-    def after(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
-        """The forward hook; also called, with None, after an exception."""
+    def after(self, module: nn.Module, args: Args, *rest: Any) -> Any:
+        """The forward hook; also called, with None, after an exception.
+
+        ``rest`` are the keyword arguments and the output; the output alone where another thread
+        is just taking the pin off, for torch forgets first that the hook takes keywords.
+        """
+        output = rest[-1]
         caller = None if is_dynamo_compiling() else sys._getframe(1)
         frame = _region.find(self, caller)
         if frame is None:
@@ -74,7 +87,7 @@ class Pin(Rule):
         if output is None and frame.owner is not None:
             error = sys.exc_info()[1]
             if error is not None and _passed_through(error, frame.owner):
-                add_note(error, self, args, kwargs)
+                add_note(error, self, args, rest[0] if len(rest) > 1 else {})
         return _region.leave(frame, output)
 
 
@@ -84,6 +97,10 @@ _ids: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
 
 #: Called with a module, a pin and whether it came or went, whenever one does.
 watchers: list[Callable[[nn.Module, Pin, bool], object]] = []
+
+#: Held by whoever changes what is pinned: a pin that was removed while it ran goes off in the
+#: thread that ran it, whatever others do meanwhile.
+changing = threading.RLock()
 
 _numbers = itertools.count()
 #: The wrappers of a module that are still in use somewhere.

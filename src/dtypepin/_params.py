@@ -276,6 +276,9 @@ def drifted(module: nn.Module) -> Iterator[tuple[str, Tensor, Stored]]:
 
 def repair(value: Tensor, stored: Stored) -> None:
     """Cast a drifted tensor back; the dtype it drifted to is its unpinned one from now on."""
+    if stored.backup is not None and value.dtype is stored.backup.dtype:  # ``model.float()``
+        with torch.no_grad():
+            value.data = _recovered(value.detach(), stored, value.dtype)
     stored.original = stored.settled = value.dtype
     stored.backup = None
     _settle(value, stored)
@@ -302,23 +305,24 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 def _settle(tensor: Tensor, stored: Stored) -> bool:
     """Give a tensor the dtype that its last claim wants, in place; False if it had it."""
     target = stored.claims[-1][1] if stored.claims else stored.original
-    if tensor.dtype is target or tensor.dtype is not stored.settled:
-        return False  # nothing to do, or cast by somebody since: theirs stays until ``check``
+    was = tensor.dtype
+    # Cast by somebody since, theirs stays until ``check``; back to the unpinned dtype in the end,
+    # it still lacks the digits that storing cut off.
+    moved = was is not stored.settled
+    back = moved and not stored.claims and was is target and stored.backup is not None
+    if not back and (moved or was is target):
+        return False
     if is_subclass(tensor):
         return True  # sharded since it was pinned: its owner needs it as it is
-    # All that can fail for want of memory comes before the first change.
-    with torch.no_grad():
+    # All that can fail for want of memory comes before the first change. Not in inference mode,
+    # where new tensors could never be trained.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         value = tensor.detach()
-        new = cast(value, target)
         backup = stored.backup
         if backup is not None and (backup.shape != value.shape or backup.is_meta):
-            backup = None  # the tensor was resized, or materialised by ``to_empty``
-        if backup is not None:
-            backup = backup.to(value.device)
-            rounded = cast(backup, value.dtype)
-            untrained = (value == rounded) | (value.isnan() & rounded.isnan())
-            new = torch.where(untrained, cast(backup, target), new)
-        elif not _survives(value, target):
+            backup = stored.backup = None  # it was resized, or materialised by ``to_empty``
+        new = _recovered(value, stored, target)
+        if backup is None and not _survives(value, target):
             backup = value  # its storage lives on here; the tensor gets a new one
         if value.device.type == "cpu" and value.is_shared():  # type: ignore[no-untyped-call]
             new.share_memory_()  # type: ignore[no-untyped-call]
@@ -332,7 +336,18 @@ def _settle(tensor: Tensor, stored: Stored) -> bool:
             tensor.grad = new_grad
     stored.settled = target
     stored.backup = None if target is stored.original else backup
-    return True
+    return was is not target
+
+
+def _recovered(value: Tensor, stored: Stored, target: torch.dtype) -> Tensor:
+    """A stored tensor in another dtype: what was not trained has the bits it had before."""
+    new = cast(value, target)
+    if stored.backup is None:
+        return new
+    backup = stored.backup.to(value.device)
+    rounded = cast(cast(backup, stored.settled), value.dtype)
+    untrained = (value == rounded) | (value.isnan() & rounded.isnan())
+    return torch.where(untrained, cast(backup, target), new)
 
 
 def is_subclass(value: object) -> bool:

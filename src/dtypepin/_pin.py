@@ -237,7 +237,7 @@ def apply(
 
 def put_on(model: nn.Module, settings: Settings, verbose: bool = False) -> PinHandles:
     """Pin what the settings mean; all of it or nothing."""
-    with _no_collection():
+    with _hooks.changing, _no_collection():
         plan = _Plan(model, settings)
         handles: list[PinHandle] = []
         known: dict[int, Stored] = {}
@@ -447,16 +447,18 @@ def unpin(model: nn.Module) -> int:
     modules = list(model.modules())
     removed = 0
     changed: list[Tensor] = []
-    for module in modules:
-        for pin in reversed(list(_hooks.on(module))):
-            changed += _handles.remove(module, pin)
-            removed += 1
-        for value in list(module.__dict__.values()):
-            if isinstance(value, PinnedMethod):
-                value.restore()  # left by somebody's patch that was on top of a removed pin
-    for module in modules:
-        for view in list(_params.views(module)):  # children that have left a pinned parent
-            for rule in list(view.rules):
-                _params.uncover([module], rule)
+    with _hooks.changing:
+        for module in modules:
+            for pin in reversed(list(_hooks.on(module))):
+                changed += _handles.remove(module, pin)
+                removed += 1
+            for value in list(module.__dict__.values()):
+                if isinstance(value, PinnedMethod):
+                    value.restore()  # left by somebody's patch that was on top of a removed pin
+        for module in modules:
+            for view in list(_params.views(module)):  # children that have left a pinned parent
+                for rule in view.rules:
+                    if rule.leaving is None:  # else its call is running, and ends as it began
+                        _params.uncover([module], rule)
     _refuse.warn_if_owned(changed)
     return removed

@@ -31,6 +31,20 @@ any_autocast_enabled: Callable[[], bool] = getattr(
 )
 
 
+def autocast_outside(kind: str) -> bool:
+    """Whether autocast was on for a device where dynamo began the trace in which it calls this."""
+    tracing = getattr(sys.modules.get("torch._guards"), "TracingContext", None)
+    context = None if tracing is None else tracing.try_get()
+    states = getattr(getattr(context, "global_context", None), "global_state", {})
+    state = states.get("autocast_cpu_enabled" if kind == "cpu" else "autocast_enabled")
+    return state is None or bool(state[1])
+
+
+# As ``torch.compiler.assume_constant_result`` does, which would import dynamo: it is called for
+# real while dynamo traces, and its result is a constant of the compiled code.
+autocast_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _is_exporting() -> bool:
     # torch before 2.7: only export, not dynamo, sets the flag that is read here.
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
@@ -91,13 +105,18 @@ def renumber(handle: RemovableHandle, number: int) -> None:
     dicts = [ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
     if number == handle.id or any(found is None or number in found for found in dicts):
         return
-    for found in dicts:
-        if handle.id in found:
-            first = next(iter(found)) == handle.id
-            found[number] = found.pop(handle.id)
-            if first and len(found) > 1:
-                found.move_to_end(number, last=False)  # it was registered with prepend=True
-    handle.id = number
+    hooks, *flags = dicts
+    old, handle.id = handle.id, number
+    # Other threads may be calling the module: a hook is never there without its flags.
+    for found in flags:
+        if old in found:
+            found[number] = found[old]
+    first = next(iter(hooks)) == old
+    hooks[number] = hooks.pop(old)
+    if first and len(hooks) > 1:
+        hooks.move_to_end(number, last=False)  # it was registered with prepend=True
+    for found in flags:
+        found.pop(old, None)
 
 
 def register_global_forward_hook(hook: Callable[..., None]) -> Callable[[], None]:
@@ -125,12 +144,16 @@ def see_hooks() -> None:
 
     By default it does not look whether a module without hooks still has none, and runs a pinned
     one with the code that it compiled for an unpinned one. What was compiled before it was told
-    to look is dropped, once; where it cannot be told, or does not listen, each time.
+    to look is dropped, once; where it cannot be told, each time, as on torch before 2.5, whose
+    dynamo cannot trace modules with hooks when it guards on them.
     """
-    if _CONFIG not in sys.modules:
+    if _TORCH < (2, 5):
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+    elif _CONFIG not in sys.modules:
         if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
             sys.meta_path.insert(0, _WhenImported())
-    elif not _look_at_hooks(sys.modules[_CONFIG]) or _TORCH < (2, 5):
+    elif not _look_at_hooks(sys.modules[_CONFIG]):
         torch.compiler.reset()
 
 

@@ -125,6 +125,11 @@ def _reason(
             "has max_norm, which rescales its stored weight in place; that would be lost in a cast "
             "for the call. Pin that module itself with override_parameters=True"
         )
+    if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+        return (
+            "has sparse=True, and autograd cannot cast its sparse gradient back; pin that module "
+            "itself with override_parameters=True"
+        )
     if _computes_weight_in_a_hook(part):
         return (
             f"computes its weight in a hook outside the pinned region, not in {short(dtype)}; "

@@ -6,6 +6,7 @@ its end is a ``Frame`` on a stack of the running thread; nothing is written on t
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,17 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from dtypepin._buffers import BufferCast
 from dtypepin._cast import CASTS, FLOATS, cast, map_changed, map_tensors, short
 from dtypepin._errors import PinError
-from dtypepin._private import any_autocast_enabled, is_exporting
+from dtypepin._private import any_autocast_enabled, autocast_outside, is_exporting
 
 if TYPE_CHECKING:
     from dtypepin._params import ParameterView
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+_numbers = itertools.count()
 
 
 class Rule:
@@ -40,6 +44,7 @@ class Rule:
         active: False while a later pin on the same method counts instead.
         ran: whether a region of this pin was entered at all.
         leaving: what takes the pin off, once the calls that are running have ended.
+        number: tells it from all others, copies of it too. Dynamo compares numbers, not objects.
     """
 
     leaving: Callable[[], object] | None = None
@@ -59,6 +64,7 @@ class Rule:
         self.method = method
         self.active = True
         self.ran = False
+        self.number = next(_numbers)
 
 
 class Frame:
@@ -101,7 +107,7 @@ _frames_of_threads: dict[int, list[Frame]] = {}
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.disabled: list[frozenset[Rule]] = []
+        self.disabled: list[frozenset[int]] = []
         _frames_of_threads[threading.get_ident()] = self.frames
 
 
@@ -191,17 +197,17 @@ def enter(
         current()
     if not rule.active:
         return None
-    if state.disabled and any(rule in block for block in state.disabled):
+    if state.disabled and any(rule.number in block for block in state.disabled):
         if not frames:  # inside another pin's region that one counts
             frames.append(Frame(rule, owner, None, None, None))
         return None
     rule.ran = True
     dtype = rule.dtype
-    cast_args = None
+    cast_args = named = None
     if kwargs or len(args) > 1:
-        cast_args = _name_dtype(args, kwargs, dtype)
-        if cast_args is not None:
-            args, kwargs = cast_args
+        named = _named_dtype(args, kwargs)
+        if named is not None and named is not dtype:
+            args, kwargs = cast_args = _name_dtype(args, kwargs, dtype)
     first = args[0] if args else None
     if rule.inputs == "all":
         first, new = _cast_all(args, kwargs, dtype)
@@ -210,8 +216,14 @@ def enter(
         first = _first(args, kwargs)
     restore: torch.dtype | None
     if rule.output == "restore":
-        restore = first.dtype if first is not None else _parameter_dtype(module)
-        if first is None and restore is not None and frames and frames[-1].dtype is not None:
+        restore = first.dtype if first is not None else named or _parameter_dtype(module)
+        if (
+            first is None
+            and named is None
+            and restore is not None
+            and frames
+            and frames[-1].dtype is not None
+        ):
             restore = frames[-1].dtype  # as its parameters would read in that region unpinned
     elif rule.output == "keep":
         restore = None
@@ -236,6 +248,11 @@ def enter(
     if device is not None:
         # Not ``torch.autocast(...).__enter__()``: it breaks fullgraph, and a KeyboardInterrupt
         # that skips its exit leaves autocast's weight cache alive, so old weights stay in use.
+        if is_dynamo_compiling() and not autocast_outside(device):
+            # The end of dynamo's trace restores what was before the first of these calls. Where
+            # compiled code opened the autocast itself, that has to be made: off.
+            with torch.autocast(device, enabled=False):
+                torch.set_autocast_enabled(device, False)
         torch.set_autocast_enabled(device, False)
     if rule.inputs != "all" and first is not None and first.dtype is not dtype:
         try:
@@ -302,7 +319,7 @@ def find(rule: Rule, caller: FrameType | None) -> Frame | None:
 def disabled(rules: list[Rule]) -> Iterator[None]:
     """Switch rules off for a block, in this thread."""
     # Blocks may end in another order than they began, as coroutines do, and in another thread.
-    blocks, block = thread.disabled, frozenset(rules)
+    blocks, block = thread.disabled, frozenset(rule.number for rule in rules)
     blocks.append(block)
     try:
         yield
@@ -351,18 +368,23 @@ def _casts_of(frames: list[Frame]) -> list[BufferCast]:
     return found
 
 
-def _name_dtype(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Args, Kwargs] | None:
-    """The arguments with the pin's dtype where one names a floating dtype; None where none does.
+def _named_dtype(args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """The first floating dtype among the arguments themselves.
 
     ``norm(x, hidden_dtype=x.dtype)`` says what to compute in: diffusers' adaptive norms do.
     """
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.dtype) and value is not dtype and value in FLOATS:
-            return (
-                tuple([dtype if _is_float(value) else value for value in args]),
-                {key: dtype if _is_float(value) else value for key, value in kwargs.items()},
-            )
+        if isinstance(value, torch.dtype) and value in FLOATS:
+            return value
     return None
+
+
+def _name_dtype(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Args, Kwargs]:
+    """The arguments with the pin's dtype where one names a floating dtype."""
+    return (
+        tuple([dtype if _is_float(value) else value for value in args]),
+        {key: dtype if _is_float(value) else value for key, value in kwargs.items()},
+    )
 
 
 def _is_float(value: object) -> bool:
@@ -417,13 +439,28 @@ def _parameter_dtype(module: torch.nn.Module) -> torch.dtype | None:
 
 
 def _device(args: Args, kwargs: Kwargs, module: torch.nn.Module) -> str | None:
-    """The device type of the first tensor argument, else of the first parameter or buffer."""
+    """The device type of the first tensor argument, else of the first parameter or buffer.
+
+    Where there is none at all, a device on which autocast is on.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return value.device.type
+    kinds: list[str] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        kinds.append(tensor.device.type)
+        return tensor
+
+    map_tensors((args, kwargs), look)  # a dict of tensors, as losses and matchers get
+    if kinds:
+        return kinds[0]
     for holder in module.modules():
         for values in (holder._parameters, holder._buffers):
             for value in values.values():
-                if value is not None:
+                if value is not None and value.device.type != "meta":
                     return value.device.type
+    for kind in ("cuda", "xpu", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return kind
     return None
