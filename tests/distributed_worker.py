@@ -178,6 +178,32 @@ def ddp_remove_while_wrapped():
     }
 
 
+def ddp_check():
+    """``check`` where DDP has laid out a parameter in the dtype that it was cast to."""
+    import warnings
+
+    model = net()
+    pins = dtypepin.apply(model, "^norm$", override_parameters=True)
+    model.bfloat16()
+    wrapped = DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = pins.check()
+    for _ in range(2):
+        wrapped(data()[dist.get_rank()].bfloat16()).float().pow(2).mean().backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    for grad in expected.values():
+        dist.all_reduce(grad)
+    RESULTS["ddp check"] = {
+        "warnings": [str(found.message) for found in caught],
+        "names": names,
+        "agree": all(
+            torch.allclose(2 * value.grad, expected[name], rtol=2e-2, atol=1e-3)
+            for name, value in model.named_parameters()
+        ),
+    }
+
+
 def lightning_ddp(rank, override):
     """A fit of Lightning's in both processes: the callback, its DDP strategy, gradients reduced."""
     import warnings
@@ -237,6 +263,7 @@ def main(path):
     ddp(rank, "ddp stored", "pin first", override=True)
     ddp_refusals()
     ddp_remove_while_wrapped()
+    ddp_check()
     if hasattr(dist.fsdp, "fully_shard"):
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -514,3 +514,86 @@ def test_keywords_and_structured_outputs_in_compiled_code(inputs, ordered, one_g
         assert torch.equal(out.hidden, head.one(x.float()).bfloat16())
         assert torch.equal(out.extra["b"], head.two(x.float()).bfloat16())
     assert pins[0].ran
+
+
+class OpensAutocast(nn.Module):
+    """Switches autocast itself, as Accelerate and transformers' Trainer do inside compiled code."""
+
+    def __init__(self, autocast, broken):
+        super().__init__()
+        self.one, self.two, self.autocast, self.broken = (
+            nn.Linear(8, 8),
+            Layer(8, 8),
+            autocast,
+            broken,
+        )
+
+    def forward(self, x):
+        if self.autocast is None:
+            return self.body(x)
+        with torch.autocast("cpu", BF16, enabled=self.autocast):
+            return self.body(x)
+
+    def body(self, x):
+        x = self.two(self.one(x).float())
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.two.encode(self.one(x.float()).float())
+
+
+@pytest.mark.parametrize("one_graph", [pytest.param(True, marks=fullgraph), False])
+@pytest.mark.parametrize("inside", [None, True, False])
+@pytest.mark.parametrize("outside", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_may_open_autocast_round_a_pin(backend, outside, inside, one_graph):
+    model, x = OpensAutocast(inside, broken=not one_graph), torch.randn(4, 8)
+    dtypepin.apply(model, "two", output="keep", methods_to_override=["forward", "encode"])
+    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=outside):
+        expected = model(x)
+        compiled = torch.compile(model, backend=backend, fullgraph=one_graph)
+        for _ in range(2):
+            got = compiled(x)
+            assert torch.is_autocast_enabled("cpu") is outside
+            assert got.dtype is expected.dtype is F32
+            assert torch.equal(got, expected)
+
+
+def test_handles_are_disabled_one_by_one_in_compiled_code():
+    model, x = nn.Sequential(Layer(8, 8), Layer(8, 8)).bfloat16(), torch.randn(4, 8).bfloat16()
+    model.forward = lambda x: [part(x).dtype for part in model]
+    first, second = (dtypepin.apply(model, f"^{i}$", output="keep") for i in range(2))
+    compiled = torch.compile(model, backend="eager")
+    twin = copy.deepcopy(model[0])
+    with first.disabled():
+        assert compiled(x) == [BF16, F32]
+        assert twin(x).dtype is F32  # a pin of its own
+    with second.disabled():
+        assert compiled(x) == [F32, BF16]
+        with first.disabled():
+            assert compiled(x) == [BF16, BF16]
+    assert compiled(x) == [F32, F32]
+
+
+@fullgraph
+def test_outputs_of_transformers_from_a_pinned_root():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x)  # float32 in the pin
+            return outputs.BaseModelOutput(last_hidden_state=h, hidden_states=(x, h))
+
+    model, x = Root().bfloat16(), torch.randn(2, 4).bfloat16()
+    expected = copy.deepcopy(model).float().layer(x.float()).bfloat16()
+    dtypepin.apply(model, "^$")
+    for call in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        out = call(x)
+        assert type(out) is outputs.BaseModelOutput
+        assert list(out) == ["last_hidden_state", "hidden_states"]
+        assert out["last_hidden_state"] is out.last_hidden_state is out[0]
+        assert [h.dtype for h in (out[0], *out.hidden_states)] == [BF16] * 3
+        assert torch.equal(out[0], expected)

@@ -60,6 +60,14 @@ def test_giving_a_dtype_back_that_ddp_owns_warns(results):
     assert results["ddp remove"]["dtype"] == "torch.bfloat16"
 
 
+def test_check_leaves_alone_what_ddp_owns(results):
+    found = results["ddp check"]
+    assert found["names"] == ["norm.weight", "norm.bias"]
+    (text,) = found["warnings"]
+    assert "DistributedDataParallel owns them" in text
+    assert found["agree"]
+
+
 @pytest.mark.trainers
 @pytest.mark.parametrize("override", [False, True], ids=["cast", "stored"])
 def test_lightning_with_ddp(results, override):

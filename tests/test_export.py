@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import dtypepin
 from dtypepin import PinError
+from helpers import fullgraph
 
 BF16, F32 = torch.bfloat16, torch.float32
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -114,3 +117,19 @@ def test_script_modules_cannot_be_pinned():  # C5
             dtypepin.apply(model, pattern)
         assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert scripted(torch.randn(2, 8)).dtype is F32
+
+
+@fullgraph
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_batch_norm_keeps_its_statistics(strict):
+    m, x = nn.Sequential(nn.BatchNorm1d(4)).bfloat16(), torch.randn(8, 4).bfloat16()
+    twin = copy.deepcopy(m)
+    for one in (m, twin):
+        dtypepin.apply(one, "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of side effects on our stack of regions
+        exported = torch.export.export(m, (x,), strict=strict).module()
+    assert torch.equal(exported(x), twin(x))
+    assert twin[0].running_mean.any()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], value)

@@ -318,3 +318,42 @@ def test_without_floating_inputs_the_parameters_dtype_comes_out(dtype, override,
     assert out.dtype is expected.dtype is dtype
     assert torch.equal(out, expected.float().to(dtype))
     assert pinned(Spy(lambda: torch.ones(2)))().dtype is torch.float32  # no parameters: as it is
+
+
+class Loss(nn.Module):
+    """A matcher or criterion: no parameters, and its tensors in containers, or none at all."""
+
+    def forward(self, outputs=None):
+        a = torch.ones(3, 3) if outputs is None else outputs["a"][0].float()
+        return a @ a
+
+
+@pytest.mark.parametrize("inputs", ["first", "all"])
+@pytest.mark.parametrize("kind", ["dict", "integers", "nothing"])
+def test_autocast_is_off_whatever_the_inputs_are(kind, inputs):
+    m = Loss()
+    dtypepin.apply(m, "^$", inputs=inputs)
+    a = torch.ones(3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        if kind == "nothing":
+            m.register_buffer("far", torch.ones(1, device="meta"))
+            out = m()
+        else:
+            out = m({"a": [a.long() if kind == "integers" else a]})
+        assert out.dtype is torch.float32
+        assert (a @ a).dtype is torch.bfloat16
+
+
+def test_a_dtype_that_the_caller_names_comes_out_where_no_floating_tensor_goes_in():
+    class Positions(nn.Module):
+        def forward(self, ids, dtype):
+            return torch.sin(ids * 0.1).to(dtype)
+
+    m, ids = Positions(), torch.arange(3)
+    plain = m(ids, torch.bfloat16)
+    outer = nn.Sequential(m)
+    with dtypepin.pin_dtype(outer, "^0$"):
+        assert m(ids, torch.bfloat16).dtype is plain.dtype
+        assert m(ids, torch.float64).dtype is torch.float64
+        with dtypepin.pin_dtype(m, "^$", output="keep"):
+            assert m(ids, dtype=torch.bfloat16).dtype is torch.float32

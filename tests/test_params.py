@@ -529,3 +529,56 @@ def test_weights_that_are_loaded_for_the_call_and_offloaded_after_it(pattern):
             assert torch.equal(out, expected.bfloat16())
     assert m[0].weight.dtype is BF16
     assert m[0].weight.is_meta
+
+
+@pytest.mark.parametrize("where", ["apply", "remove", "check", "all"])
+def test_parameters_stored_in_inference_mode_can_be_trained(where):
+    m, x = nn.Linear(4, 4).bfloat16(), torch.randn(3, 4).bfloat16()
+    with torch.inference_mode(where in ("apply", "all")):
+        pins = dtypepin.apply(m, "^$", override_parameters=True)
+    m.bfloat16()
+    with torch.inference_mode(where in ("check", "all")), pytest.warns(dtypepin.PinWarning):
+        pins.check()
+    if where != "all":
+        m(x).sum().backward()
+    with torch.inference_mode(where in ("remove", "all")):
+        pins.remove()
+    m(x).sum().backward()
+    assert m.weight.grad.dtype is torch.bfloat16
+
+
+def test_parameters_made_in_inference_mode_can_be_stored():
+    with torch.inference_mode():
+        m = nn.Linear(4, 4).bfloat16()
+    with dtypepin.pin_dtype(m, "^$", override_parameters=True):
+        assert m.weight.dtype is torch.float32
+    assert m.weight.dtype is torch.bfloat16
+    assert m.weight.is_inference()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_cannot_be_cast_and_are_refused(kind):
+    m = kind(4, 2, sparse=True).bfloat16()
+    with pytest.raises(dtypepin.PinError, match=r"sparse=True.*override_parameters=True"):
+        dtypepin.apply(m, "^$")
+    with dtypepin.pin_dtype(m, "^$", override_parameters=True):
+        m(torch.tensor([[1]])).sum().backward()
+    assert m.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_digits_return_also_where_somebody_widened_a_narrowed_parameter(checked):
+    m = nn.Linear(4, 4)
+    before = m.weight.detach().clone()
+    pins = dtypepin.apply(m, "^$", dtype="bf16", override_parameters=True)
+    with torch.no_grad():
+        m.weight[0] = 0.5  # trained
+    m.float()
+    if checked:
+        with pytest.warns(dtypepin.PinWarning, match="were cast since") as caught:
+            pins.check()
+        assert "digits" not in str(caught[0].message)  # widening cuts none off
+        assert m.weight.dtype is torch.bfloat16
+    pins.remove()
+    assert torch.equal(m.weight[1:], before[1:])
+    assert torch.equal(m.weight[0], torch.full((4,), 0.5))

@@ -6,6 +6,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -265,3 +266,19 @@ def test_renumber_without_the_old_dicts_leaves_the_hook_as_it_is():
     handle.hooks_dict_ref = lambda: None
     _private.renumber(handle, kept + 1000)
     assert handle.id == kept
+
+
+def test_a_hook_is_never_without_its_flags_while_it_is_renumbered():
+    module, seen = nn.Identity(), []
+
+    class Watching(OrderedDict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            seen.append(key in module._forward_pre_hooks_with_kwargs)
+
+    module._forward_pre_hooks = Watching()
+    handle = module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    seen.clear()
+    _private.renumber(handle, handle.id + 1000)
+    assert seen == [True]
+    assert list(module._forward_pre_hooks) == list(module._forward_pre_hooks_with_kwargs)

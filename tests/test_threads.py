@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dtypepin
+from dtypepin import _hooks, _region
 
 DTYPES = [torch.half, torch.bfloat16, torch.float32, torch.float64]
 
@@ -73,3 +74,27 @@ def test_each_thread_keeps_its_own_autocast():  # F5
     work("on", True)
     threads[0].join()
     assert seen == {"on": {True}, "off": {False}}
+
+
+def test_who_changes_pins_waits_for_the_other():
+    m = nn.Linear(4, 4)
+    pins = dtypepin.apply(m, "^$")
+    for change in (pins.remove, lambda: dtypepin.apply(m, "^$"), lambda: dtypepin.unpin(m)):
+        with _hooks.changing:
+            worker = threading.Thread(target=change)
+            worker.start()
+            worker.join(0.1)
+            assert worker.is_alive()
+        worker.join(10)
+        assert not worker.is_alive()
+    assert not m._forward_hooks
+
+
+def test_threads_that_ended_leave_no_frames():
+    m = nn.Linear(4, 4)
+    dtypepin.apply(m, "^$")
+    for _ in range(3):
+        worker = threading.Thread(target=m, args=(torch.ones(1, 4),))
+        worker.start()
+        worker.join()
+    assert len(_region._frames_of_threads) <= 2  # this one's and the last one's

@@ -1,5 +1,6 @@
 """Undo, nesting of pins, copies, handles. U1 to U7, N5 of the cases."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -540,3 +541,37 @@ def test_the_garbage_collector_is_left_as_it_was(pattern, enabled):
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_unpin_inside_a_running_call_lets_it_end_as_it_began():
+    class Unpins(Net):
+        def forward(self, x):
+            assert dtypepin.unpin(m) == 1
+            return self.lin(x)
+
+    m = Unpins().bfloat16()
+    before = picture(m)
+    dtypepin.apply(m, "^$")
+    assert m(x()).dtype is BF16  # a dtype error where the weights are unpinned at once
+    assert picture(m) == before
+
+
+@pytest.mark.parametrize("take_off", ["remove", "block"])
+def test_what_ctrl_c_interrupted_is_not_kept_alive(take_off):
+    class Stops(Net):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    m, big = Stops().bfloat16(), x()
+    alive = [weakref.ref(m), weakref.ref(big)]
+    pins = dtypepin.apply(m, "^$")
+    with contextlib.ExitStack() as block:
+        if take_off == "block":
+            block.enter_context(pins)
+        with pytest.raises(KeyboardInterrupt):
+            m(big)
+        if take_off == "remove":
+            pins.remove()
+    del m, big, block
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]

@@ -154,7 +154,7 @@ def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     if isinstance(value, dict) and fields is not None and not is_dynamo_compiling():
         # transformers' outputs: copying them runs generators, which a compiled model's hooks,
         # called outside of its graph, may not with fullgraph=True.
-        new = kind.__new__(kind)
+        new = dict.__new__(kind)
         new.__dict__.update(vars(value))
         changed = {**items, **changed}
     else:

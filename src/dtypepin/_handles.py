@@ -233,7 +233,8 @@ class PinHandles(Sequence[PinHandle]):
         """Cast stored parameters back that somebody has cast since, as ``model.half()`` does.
 
         A pin computes in its dtype also without this; but digits that such a cast has cut off
-        are lost. Pins without ``override_parameters`` store nothing and are not looked at.
+        are lost. What DDP or ``fully_shard`` owns meanwhile stays as it is. Pins without
+        ``override_parameters`` store nothing and are not looked at.
 
         Returns:
             The dotted names of the parameters and buffers that had drifted.
@@ -241,22 +242,44 @@ class PinHandles(Sequence[PinHandle]):
         Warns:
             PinWarning: something had drifted; once, naming all of it.
         """
+        found = [
+            (f"{handle.name}.{name}" if handle.name else name, value, stored)
+            for handle in self._handles
+            if (module := handle.module) is not None and not handle._removed
+            for name, value, stored in _params.drifted(module)
+        ]
+        theirs = _refuse.owned([value for _, value, _ in found])
         drifted: dict[str, str] = {}
-        for handle in self._handles:
-            module = handle.module
-            if module is None or handle._removed:
+        owned: dict[str, str] = {}
+        cut = False
+        for name, value, stored in found:
+            if value.dtype is stored.settled:
+                continue  # tied to one before
+            text = f"{name} ({short(value.dtype)}, expected {short(stored.settled)})"
+            if id(value) in theirs:
+                owned[name] = text
                 continue
-            for name, value, stored in list(_params.drifted(module)):
-                full = f"{handle.name}.{name}" if handle.name else name
-                drifted[full] = f"{full} ({short(value.dtype)}, expected {short(stored.settled)})"
-                _params.repair(value, stored)
+            drifted[name] = text
+            cut |= torch.promote_types(value.dtype, stored.settled) is not value.dtype
+            _params.repair(value, stored)
         if drifted:
             warn(
                 f"stored parameters were cast since they were pinned: {', '.join(drifted.values())}"
-                ". They are back in the pin's dtype, but the digits which that cast cut off are "
-                "lost; cast the model before pinning it"
+                ". They are back in the pin's dtype"
+                + (
+                    ", but the digits which that cast cut off are lost; cast the model before "
+                    "pinning it"
+                    if cut
+                    else ""
+                )
             )
-        return list(drifted)
+        if owned:
+            warn(
+                f"stored parameters were cast since they were pinned: {', '.join(owned.values())}. "
+                "They stay so, because DistributedDataParallel owns them by now; cast the model, "
+                "pin it, and wrap it, in this order"
+            )
+        return [*drifted, *owned]
 
     def __str__(self) -> str:
         text = table([handle.row() for handle in self._handles])

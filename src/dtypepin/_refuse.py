@@ -208,6 +208,12 @@ def warn_if_owned(changed: list[Tensor]) -> None:
         )
 
 
+def owned(values: list[Tensor]) -> set[int]:
+    """The ids of those that DDP or ``fully_shard`` has laid out in the dtype they have now."""
+    found = {id(value) for value in values if _owner(value) is not None}
+    return found | {id(value) for value in (_in_ddp() if values else ())}
+
+
 def _in_ddp() -> Iterator[Tensor]:
     """All parameters that DDP reduces gradients of, in any model of this process."""
     ddp = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)

@@ -108,6 +108,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.disabled: list[frozenset[int]] = []
+        for gone in _frames_of_threads.keys() - sys._current_frames().keys():
+            _frames_of_threads.pop(gone, None)  # with what their last call was given
         _frames_of_threads[threading.get_ident()] = self.frames
 
 
