@@ -575,6 +575,7 @@ def test_handles_are_disabled_one_by_one_in_compiled_code():
 
 
 @fullgraph
+@not_a_leaf
 def test_outputs_of_transformers_from_a_pinned_root():
     outputs = pytest.importorskip("transformers.modeling_outputs")
 
