@@ -110,6 +110,17 @@ def test_traced_equals_eager(dtype, override, autocast):  # C5
     assert torch.equal(traced(x), expected)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "in-forward"])
+def test_a_trace_under_autocast_would_lose_the_pin_and_is_refused(inside):
+    model, x = Net(autocast=inside).eval(), torch.randn(4, 8)
+    pins = dtypepin.apply(model, "^block$")
+    around = contextlib.nullcontext() if inside else torch.autocast("cpu", BF16)
+    with around, pytest.raises(PinError, match=r"jit\.trace under an active autocast.*'block'"):
+        torch.jit.trace(model, x)
+    with around, pins.disabled():
+        torch.jit.trace(model, x, check_trace=False)
+
+
 def test_script_modules_cannot_be_pinned():  # C5
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
     for model, pattern in ((scripted, "^1$"), (scripted, "^$"), (nn.Sequential(scripted), "^0$")):

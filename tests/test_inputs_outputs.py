@@ -325,7 +325,7 @@ class Loss(nn.Module):
 
     def forward(self, outputs=None):
         a = torch.ones(3, 3) if outputs is None else outputs["a"][0].float()
-        return a @ a
+        return (a / 3) @ (a / 7)
 
 
 @pytest.mark.parametrize("inputs", ["first", "all"])
@@ -334,14 +334,22 @@ def test_autocast_is_off_whatever_the_inputs_are(kind, inputs):
     m = Loss()
     dtypepin.apply(m, "^$", inputs=inputs)
     a = torch.ones(3, 3)
+    expected = (a / 3) @ (a / 7)
     with torch.autocast("cpu", torch.bfloat16):
         if kind == "nothing":
             m.register_buffer("far", torch.ones(1, device="meta"))
             out = m()
         else:
             out = m({"a": [a.long() if kind == "integers" else a]})
-        assert out.dtype is torch.float32
+        assert torch.equal(out, expected)
         assert (a @ a).dtype is torch.bfloat16
+
+
+def test_autocast_stays_on_for_devices_without_any_input():
+    spy = Spy(lambda outputs: torch.ones(3, 3) @ torch.ones(3, 3))
+    dtypepin.apply(spy, "^$")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert spy({"a": torch.ones(1, device="meta")}).dtype is torch.bfloat16
 
 
 def test_a_dtype_that_the_caller_names_comes_out_where_no_floating_tensor_goes_in():

@@ -786,6 +786,7 @@ def test_keep_is_measured_as_keep():
         ({"model_dtype": "int8"}, "model_dtype: got 'int8'"),
         ({"tolerance": 1.5}, r"tolerance: got 1\.5"),
         ({"inputs": 3}, "inputs: got int"),
+        ({"inputs": "x"}, "inputs: got str"),
         ({"inputs": []}, "inputs: got no batch"),
         ({"candidates": "nothing"}, "no module matched"),
         ({"candidates": "^$"}, "candidates: got no module"),

@@ -1,6 +1,7 @@
 """The Lightning callback in real trainings."""
 
 import importlib
+import pickle
 import signal
 import sys
 import warnings
@@ -319,3 +320,63 @@ def test_the_base_class_is_that_of_the_package_in_use(monkeypatch):
     needs = pytest.raises(ImportError, match=r"pip install 'dtypepin\[lightning\]'")
     with monkeypatch.context() as patch, needs:
         fresh_import(patch, lightning=None, lightning__pytorch=None, pytorch_lightning=None)
+
+
+@pytest.mark.parametrize("override", [False, True])
+def test_a_tuner_runs_pinned(digits, tmp_path, override):
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    class Tuned(Digits):
+        def __init__(self):
+            super().__init__()
+            self.lr = 1e-3
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), self.lr)
+
+    model, callback = Tuned(), PinDtypeCallback("head", override_parameters=override)
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+    trainer(tmp_path, finder, callback).fit(model, digits)
+    assert seen(model) == ({(F32, F32, F32)}, 6)
+    assert unpin(model) == 0
+
+
+@pytest.mark.parametrize("override", [False, True])
+def test_a_trainer_inside_another_one(digits, tmp_path, override):
+    callback, other = PinDtypeCallback("head", override_parameters=override), Digits()
+
+    class Inner(lightning.Callback):
+        def on_train_batch_start(self, outer, module, batch, number):
+            if number == 1:
+                trainer(tmp_path, callback).validate(other, digits, verbose=False)
+                assert unpin(other) == 0
+                assert callback.pins is not None
+
+    model = Digits()
+    trainer(tmp_path, callback, Inner()).fit(model, digits)
+    assert seen(model) == seen(other) == ({(F32, F32, F32)}, 3)
+    assert callback.pins is None
+    assert unpin(model) == 0
+
+
+def test_a_callback_that_has_pinned_can_be_pickled(digits, tmp_path):
+    class Look(lightning.Callback):
+        def on_train_start(self, trainer, module):
+            copied = pickle.loads(pickle.dumps(callback))
+            assert callback.pins is not None
+            assert copied.pins is None
+            assert copied.settings.dtype is F32
+
+    callback = PinDtypeCallback("head")
+    trainer(tmp_path, callback, Look()).fit(Digits(), digits)
+
+
+def test_what_is_made_after_the_cast_is_pinned_too(digits, tmp_path):
+    class Adds(lightning.Callback):
+        def on_fit_start(self, trainer, module):
+            module.body.add_module("head", Head(32, 32))
+
+    model = Digits()
+    trainer(tmp_path, Adds(), PinDtypeCallback("head$")).fit(model, digits)
+    assert set(model.body.head.seen) == {(F32, F32, F32)}
+    assert unpin(model) == 0

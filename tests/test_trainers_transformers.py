@@ -1,6 +1,7 @@
 """The callback of Hugging Face's Trainer, and Accelerate, in real trainings."""
 
 import importlib
+import pickle
 import sys
 import warnings
 
@@ -267,3 +268,39 @@ def test_accelerate_with_bf16(digits, tmp_path, first, override):
     prepared(**batches[0])
     assert seen(model)[0] == {(BF16, F32, BF16)}
     Digits().load_state_dict(model.state_dict())
+
+
+def test_a_callback_of_two_trainers_pins_both_models(digits, tmp_path):
+    callback, models = PinDtypeCallback("head"), [Digits(), Digits()]
+    trainers = [trainer(model, digits, tmp_path, callback) for model in models]
+    with callback:
+        for one in trainers:
+            one.evaluate()
+    for model in models:
+        assert {dtype for dtypes in seen(model)[0] for dtype in dtypes} == {F32}
+        assert unpin(model) == 0
+    assert callback.pins == []
+    broken = nn.Linear(2, 2)
+    callback.on_init_end(None, None, None, model=broken)
+    with pytest.raises(PinError, match="no module matched"), callback:
+        pass
+    assert callback.pins == []
+    assert unpin(models[0]) == 0
+
+
+def test_a_training_inside_another_one(digits, tmp_path):
+    callback, models = PinDtypeCallback("head"), [Digits(), Digits()]
+
+    class Inner(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer(models[1], digits, tmp_path, callback).train()
+                assert unpin(models[1]) == 0
+                copied = pickle.loads(pickle.dumps(callback))
+                assert (len(callback.pins), len(copied.pins)) == (1, 0)
+
+    trainer(models[0], digits, tmp_path, callback, Inner()).train()
+    for model in models:
+        assert seen(model) == ({(F32, F32, F32)}, 3)
+    assert callback.pins == []
+    assert unpin(models[0]) == 0

@@ -235,11 +235,14 @@ def enter(
     if any_autocast_enabled():
         kind = first.device.type if first is not None else _device(args, kwargs, module)
         if kind is not None and kind not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(kind):
-            if is_exporting():
+            # Autocast leaves float64 alone, whatever a trace knows of it.
+            traced = owner is not None and dtype is not torch.float64 and _is_tracing()
+            if traced or is_exporting():
                 raise PinError(
-                    f"torch.export under an active autocast does not record that autocast is off "
-                    f"inside {where(rule)}: the program would not compute in {short(dtype)} there; "
-                    "export outside of autocast, or take the pin off first"
+                    f"torch.{'jit.trace' if traced else 'export'} under an active autocast does "
+                    f"not record that autocast is off inside {where(rule)}: the program would not "
+                    f"compute in {short(dtype)} there; do it outside of autocast, also of one that "
+                    "the model opens itself, or take the pin off first"
                 )
             device = kind
     if frames and frames[-1].dtype is not dtype:
@@ -358,6 +361,10 @@ def where(rule: Rule) -> str:
     """``module 'blocks.0.norm'``, with the method where it is not forward."""
     name = f"module {rule.name!r}" if rule.name else "the root module"
     return name if rule.method == "forward" else f"{name}, method {rule.method!r}"
+
+
+def _is_tracing() -> bool:
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _casts_of(frames: list[Frame]) -> list[BufferCast]:

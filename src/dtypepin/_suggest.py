@@ -658,7 +658,7 @@ def _batches(inputs: Any, what: str) -> list[Batch]:
 
     if isinstance(inputs, (Tensor, tuple, dict)) or hasattr(inputs, "keys"):
         return [batch(inputs)]
-    if not isinstance(inputs, Iterable):
+    if not isinstance(inputs, Iterable) or isinstance(inputs, (str, bytes)):
         raise PinError(
             f"{what}: got {type(inputs).__name__}, expected a tensor, a tuple of arguments, a dict "
             "of keyword arguments, or an iterable of these"

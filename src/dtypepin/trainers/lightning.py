@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,8 @@ class PinDtypeCallback(Callback):
     """Pins modules of the LightningModule for each fit, validate, test and predict.
 
     The pins come off at the end of each, also on an exception and on Ctrl-C. It has no semantics
-    of its own: they are those of :func:`dtypepin.apply`. It pins after the strategy has wrapped
-    the model; with ``override_parameters=True`` before that, in ``setup``, so that a checkpoint is
+    of its own: they are those of :func:`dtypepin.apply`. It pins when the strategy has cast the
+    model; with ``override_parameters=True`` before that, in ``setup``, so that a checkpoint is
     loaded into stored parameters and the optimizer sees them. Then layers that are made in
     ``configure_model`` are not there yet, and a pattern that only matches those is refused.
 
@@ -61,9 +62,6 @@ class PinDtypeCallback(Callback):
         inputs: ``"first"`` or ``"all"``.
         output: ``"restore"``, ``"keep"`` or a dtype.
         verbose: log the table of pins.
-
-    Attributes:
-        pins: the handles while they stand, else None.
 
     Raises:
         PinError: an argument is not valid; when a stage starts, whatever ``apply`` refuses.
@@ -91,7 +89,8 @@ class PinDtypeCallback(Callback):
             output,
         )
         self.verbose = verbose
-        self.pins: PinHandles | None = None
+        # One trainer may run inside another.
+        self._standing: list[tuple[weakref.ref[LightningModule], PinHandles]] = []
 
     @property
     def state_key(self) -> str:
@@ -100,18 +99,27 @@ class PinDtypeCallback(Callback):
         patterns = [pattern.pattern for pattern in (*found.patterns, *found.class_patterns)]
         return str(self._generate_state_key(patterns=patterns, methods=found.methods))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_standing": []}  # a copy has pinned nothing
+
+    @property
+    def pins(self) -> PinHandles | None:
+        """The handles while they stand, else None."""
+        return self._standing[-1][1] if self._standing else None
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Pin before the strategy sets up, where parameters are stored in another dtype."""
-        self._remove(trainer)
+        self._remove(trainer, pl_module)
         if self.settings.override:
             try:
                 self._pin(pl_module)
             except PinError as error:
                 raise PinError(f"{error}{_not_built_yet(pl_module)}") from None
-            plugin: Any = trainer.precision_plugin
-            if "convert_module" not in vars(plugin):
-                # ``precision="bf16-true"`` casts the whole module there, and no hook is nearer.
-                plugin.convert_module = partial(_convert, plugin, pl_module)
+        plugin: Any = trainer.precision_plugin
+        if "convert_module" not in vars(plugin):
+            # ``precision="bf16-true"`` casts the whole module there, and no hook is between that
+            # and ``on_fit_start``, where tuners of the learning rate run already.
+            plugin.convert_module = partial(_convert, trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pin for the fit; its validation is part of it."""
@@ -131,34 +139,41 @@ class PinDtypeCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the pins off."""
-        self._remove(trainer)
+        self._remove(trainer, pl_module)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Take the pins off; Lightning calls no ``teardown`` here."""
-        self._remove(trainer)
+        self._remove(trainer, pl_module)
 
     def _pin(self, module: LightningModule) -> None:
-        if self.pins is None:
-            self.pins = put_on(module, self.settings, self.verbose)
-        else:
-            self.pins.check()
+        known = [pins for of, pins in self._standing if of() is module]
+        if known and self.settings.override:
+            known[0].check()
+        else:  # again: the strategy may have wrapped the model in what is refused
+            pins = put_on(module, self.settings, self.verbose and not known)
+            self._standing.append((weakref.ref(module), pins))
 
-    def _remove(self, trainer: Trainer) -> None:
+    def _remove(self, trainer: Trainer, module: LightningModule) -> None:
         plugin = vars(trainer.precision_plugin)
         if getattr(plugin.get("convert_module"), "func", None) is _convert:
             del plugin["convert_module"]  # the stage ended before it was called
-        pins, self.pins = self.pins, None
-        if pins is not None:
-            pins.remove()
+        for entry in self._standing[::-1]:
+            if entry[0]() in (module, None):
+                self._standing.remove(entry)
+                entry[1].remove()
 
 
-def _convert(plugin: Any, pinned: LightningModule, module: torch.nn.Module) -> torch.nn.Module:
+def _convert(trainer: Trainer, pinned: LightningModule, module: torch.nn.Module) -> torch.nn.Module:
     """Stands for ``convert_module`` of a trainer's precision plugin, for one call."""
+    plugin: Any = trainer.precision_plugin
     del plugin.convert_module
     with kept(pinned.modules()):
         converted: torch.nn.Module = plugin.convert_module(module)
+    for callback in trainer.callbacks:
+        if isinstance(callback, PinDtypeCallback):
+            callback._pin(pinned)
     return converted
 
 

@@ -58,9 +58,6 @@ class PinDtypeCallback(TrainerCallback):
         output: ``"restore"``, ``"keep"`` or a dtype.
         verbose: log the table of pins.
 
-    Attributes:
-        pins: the handles while they stand, the oldest first.
-
     Raises:
         PinError: an argument is not valid; when it pins, whatever ``apply`` refuses, and
             ``override_parameters=True`` where the optimizer has state in another dtype already.
@@ -88,18 +85,32 @@ class PinDtypeCallback(TrainerCallback):
             output,
         )
         self.verbose = verbose
-        self.pins: list[PinHandles] = []
-        self._model: weakref.ref[nn.Module] | None = None
+        self._models: list[weakref.ref[nn.Module]] = []  # of the Trainers that it was given to
+        self._standing: list[tuple[weakref.ref[nn.Module], PinHandles]] = []
         self._blocks = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_models": [], "_standing": [], "_blocks": 0}
+
+    @property
+    def pins(self) -> list[PinHandles]:
+        """The handles while they stand, the oldest first."""
+        return [pins for _, pins in self._standing]
+
     def __enter__(self) -> Self:
-        model = self._model() if self._model is not None else None
-        if model is None:
+        models = [model for ref in self._models if (model := ref()) is not None]
+        if not models:
             raise PinError(
                 "got no model, expected a Trainer that was made with callbacks=[this one], before "
                 "the with block"
             )
-        self._pin(model)
+        before = len(self._standing)
+        try:
+            for model in models:
+                self._pin(model)
+        except PinError:
+            self._remove(self._standing[before:])
+            raise
         self._blocks += 1
         return self
 
@@ -110,15 +121,19 @@ class PinDtypeCallback(TrainerCallback):
 
     def remove(self) -> None:
         """Take the pins off; a second time does nothing."""
-        while self.pins:
-            self.pins.pop().remove()
+        self._remove(self._standing[:])
+
+    def _remove(self, entries: list[tuple[weakref.ref[nn.Module], PinHandles]]) -> None:
+        for entry in reversed(entries):
+            self._standing.remove(entry)
+            entry[1].remove()
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Remember the model of the Trainer, for the ``with`` block."""
         if kwargs.get("model") is not None:  # there is none yet with ``model_init``
-            self._model = weakref.ref(kwargs["model"])
+            self._models.append(weakref.ref(kwargs["model"]))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -129,7 +144,7 @@ class PinDtypeCallback(TrainerCallback):
         dtypes = [parameter.dtype for parameter in model.parameters()]
         self._pin(model)
         if state_of and dtypes != [parameter.dtype for parameter in model.parameters()]:
-            self.pins.pop().remove()
+            self._remove(self._standing[-1:])
             raise PinError(
                 "override_parameters=True: got an optimizer with state, of a resumed training, "
                 "whose dtype would no longer be that of the parameters; expected none. Pin "
@@ -139,10 +154,10 @@ class PinDtypeCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the pins off, unless a ``with`` block stands."""
+        """Take the pins of this model off, unless a ``with`` block stands."""
         if not self._blocks:
-            self.remove()
+            self._remove([one for one in self._standing if one[0]() in (kwargs["model"], None)])
 
     def _pin(self, model: nn.Module) -> None:
         # What is pinned already is not pinned twice; ``model_init`` brings a new model.
-        self.pins.append(put_on(model, self.settings, self.verbose))
+        self._standing.append((weakref.ref(model), put_on(model, self.settings, self.verbose)))
