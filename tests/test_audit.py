@@ -460,12 +460,35 @@ def test_a_cast_back_that_overflows():  # O3
         "first bad value: the output of '0', its input finite, "
         "and float32 before the pin cast it back"
     )
-    too_large = "its output is too large for the dtype it is cast back to"
+    too_large = "its output is too large for float16, which it is cast back to"
     assert verdicts(report) == {"0": ("honoured", too_large)}
     with dtypepin.pin_dtype(m, "0", output="keep"), dtypepin.audit(m) as report:
         assert m(big).item() == 80000
     assert row(report, "0").overflowed == 0
     assert report.first_bad == ""
+    with dtypepin.pin_dtype(m, "0", dtype="float16"), dtypepin.audit(m) as report:
+        m(torch.full((1, 4), 1e6))
+    assert verdicts(report) == {"0": ("honoured", "what goes in is too large for float16")}
+
+
+def test_a_cast_back_of_another_method_that_overflows():  # O3
+    class Coder(nn.Linear):
+        def encode(self, x):
+            return self.inner(x)
+
+    m = nn.ModuleDict({"vae": Coder(1, 1)}).half()
+    m["vae"].inner = nn.Linear(4, 1, bias=False).half()
+    nn.init.ones_(m["vae"].inner.weight)
+    big = torch.full((1, 4), 20000.0, dtype=F16)
+    dtypepin.apply(m, "vae$", methods_to_override="encode")
+    with dtypepin.audit(m) as report:
+        assert m["vae"].encode(big).isinf()
+    too_large = "its output is too large for float16, which it is cast back to"
+    assert verdicts(report) == {"vae": ("honoured", too_large)}
+    assert report.pins[0].calls == 1
+    assert report.first_bad == (
+        "first bad value: the output of 'vae.encode', finite before the pin cast it back to float16"
+    )
 
 
 def test_what_pins_store_and_cast():

@@ -138,3 +138,31 @@ def test_a_partial_method():
     with dtypepin.apply(m, "^$", methods_to_override="twice", output="keep"):
         assert m.twice(x()).dtype is F32
     assert "twice" not in m.__dict__
+
+
+def test_a_property_is_no_method_and_no_near_miss():
+    class Has(nn.Module):
+        @property
+        def encoder(self):
+            return self
+
+        def encode(self, x):
+            return x
+
+    with pytest.raises(PinError, match="no matched module has") as caught:
+        dtypepin.apply(Has(), "^$", methods_to_override="encoder")
+    assert "'encode'" in str(caught.value)
+    assert "mean 'encoder'" not in str(caught.value)
+
+
+def test_the_table_names_the_method_that_was_not_called():
+    class Has(nn.Module):
+        def forward(self, x):
+            return x
+
+        encode = forward
+
+    m = Has()
+    pins = dtypepin.apply(m, "^$", methods_to_override=["forward", "encode"])
+    m(torch.ones(1))
+    assert str(pins).endswith("not called so far: (root).encode")

@@ -109,6 +109,7 @@ class _Seen:
         stored: what storing parameters took, at the first call; the pin may be off in the end.
         not_cast: what to say of inputs that its regions got in another dtype.
         bad: calls with a non-finite value in the inputs and in the outputs.
+        overflow: what to say where one of its casts made a number infinite.
         cause: why it has not run, as far as can be told.
     """
 
@@ -123,6 +124,7 @@ class _Seen:
         self.stored = 0
         self.not_cast = ""
         self.bad = 0
+        self.overflow = ""
         self.cause = ""
         # What is looked for on the stack while the pin has not run.
         self.codes: set[CodeType] = {
@@ -393,7 +395,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         row = call.row
         assert row is not None
         self.calls.pop()
-        if not self.calls:
+        if not self.calls and _region.current() is None:
             self.last_frame = None  # it keeps what its call was given
         row.dtype_out += [dtype for dtype in _dtypes(output) if dtype not in row.dtype_out]
         if _finite(output):
@@ -475,9 +477,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.calls:
             self.look_for_causes(args)
         if name == "_to_copy":
-            by = self.known(_who_casts())
+            rule, back = _who_casts()
+            by = self.known(rule)
             if by is not None:
                 by.bytes += args[0].numel() * (kwargs.get("dtype") or args[0].dtype).itemsize
+                self.look_at_cast(by, args[0], out, back)
         dtype = _compute_dtype(func, name, (args, kwargs), out)
         row = self.calls[-1].row if self.calls else None
         frame = _region.current()
@@ -493,6 +497,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             row.compute[dtype] = row.compute.get(dtype, 0) + 1
         if seen is not None:
             seen.ops[name, dtype] = None
+
+    def look_at_cast(self, by: _Seen, before: Tensor, after: Tensor, back: bool) -> None:
+        """A cast of a pin that makes a number infinite; of an output, or of what goes in."""
+        with _silence():
+            if by.overflow or _finite(after) or not _finite(before):
+                return
+        what = f"its output is too large for {short(after.dtype)}, which it is cast back to"
+        by.overflow = what if back else f"what goes in is too large for {short(after.dtype)}"
+        if back and by.rule.method != "forward" and not self.first_bad:  # no hook sees it
+            name = f"{self.rows[by.module].name}.{by.rule.method}".lstrip(".")
+            self.first_bad = f"first bad value: the output of {name!r}, finite before the pin cast "
+            self.first_bad += f"it back to {short(after.dtype)}"
 
     def look_for_causes(self, args: tuple[Any, ...]) -> None:
         """Why a pin has not run although the weight or the code of its module is in use."""
@@ -573,8 +589,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             verdict, detail = BAD_INPUT, "it comes from outside the model"
             if self.culprit is not None and self.culprit is not module:
                 detail = f"first produced by {_quoted(self.rows[self.culprit].name)}"
-        elif row is not None and row.overflowed:
-            verdict, detail = HONOURED, "its output is too large for the dtype it is cast back to"
+        elif seen.overflow or (row is not None and row.overflowed):
+            detail = seen.overflow or "its output is too large for the dtype it is cast back to"
+            verdict = HONOURED
         elif seen.without and seen.without <= {want}:
             verdict, detail = NO_EFFECT, f"it computes in {want} without pins too"
         elif seen.without is not None and not seen.without and _loses_nothing(seen, row):
@@ -715,24 +732,24 @@ def _loses_nothing(seen: _Seen, row: ModuleRow | None) -> bool:
     return not seen.bytes or (wider and seen.rule.output == "restore")
 
 
-def _who_casts() -> Rule | None:
-    """The pin that makes the cast which is being recorded, if a pin does."""
+def _who_casts() -> tuple[Rule | None, bool]:
+    """The pin that makes the cast which is being recorded, if one does; whether of an output."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(16):
         if frame is None:
-            return None
+            return None, False
         code = frame.f_code
         if code is _ENTER:
             rule: Rule = frame.f_locals["rule"]
-            return rule
+            return rule, False
         if code is _LEAVE:
             left: _region.Frame = frame.f_locals["frame"]
-            return left.rule
+            return left.rule, True
         if code is _READ:
             current = _region.current()
-            return None if current is None else current.rule
+            return None if current is None else current.rule, False
         frame = frame.f_back
-    return None
+    return None, False
 
 
 def _running_method(seen: _Seen) -> str | None:

@@ -284,7 +284,11 @@ class PinHandles(Sequence[PinHandle]):
     def __str__(self) -> str:
         text = table([handle.row() for handle in self._handles])
         active = [handle for handle in self._handles if handle.active]
-        waiting = [handle.name or "(root)" for handle in active if not handle.ran]
+        waiting = [
+            (handle.name or "(root)") + (f".{handle.method}" if handle.method != "forward" else "")
+            for handle in active
+            if not handle.ran
+        ]
         if 0 < len(waiting) < len(active):  # before the first call there is nothing to say
             text += f"\nnot called so far: {', '.join(dict.fromkeys(waiting))}"
         return text

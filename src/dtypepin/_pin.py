@@ -124,10 +124,13 @@ class _Plan:
         having = [(found, method) for found in chosen if _hooks.can_wrap(found.module, method)]
         if not having:
             example = chosen[0]
+            kind = type(example.module)
             raise PinError(
                 f"methods_to_override: got {method!r}, which no matched module has (for one "
                 f"{example.names[0]!r}, {example.class_name})"
-                + suggestion(method, [n for n in dir(type(example.module)) if n[0] != "_"])
+                + suggestion(
+                    method, [n for n in dir(kind) if n[0] != "_" and callable(getattr(kind, n))]
+                )
             )
         return having
 

@@ -191,7 +191,7 @@ def _compile(patterns: object, argument: str) -> list[re.Pattern[str]]:
     if patterns is None:
         return []
     given: list[Any]
-    if isinstance(patterns, (str, re.Pattern)):
+    if isinstance(patterns, (str, bytes, re.Pattern)):
         given = [patterns]  # a str is one pattern, never its letters
     elif isinstance(patterns, Iterable):
         given = list(patterns)
