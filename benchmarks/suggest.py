@@ -383,11 +383,10 @@ def main() -> int:
     return 0
 
 
-#: What is drawn, and what is written beside the line.
+#: What is drawn, what is written to it, and where.
 DRAWN = {
-    "24 blocks, scattered": "three loud layers in 24 blocks: they are\n"
-    "found, and half of the error costs 7 %",
-    "MiniLM": "MiniLM: every layer adds its part,\nso half of the error costs most of the price",
+    "24 blocks, scattered": ("24 blocks, three loud layers:\nhalf of the error for 7 %", 0.16, 0.3),
+    "MiniLM": ("MiniLM, error spread over all layers:\nhalf of it for two thirds", 0.4, 0.76),
 }
 
 
@@ -403,10 +402,8 @@ def draw(curves: dict[str, list[tuple[float, float]]], path: str) -> None:
     for (name, points), color in zip(curves.items(), ("#0072b2", "#d55e00"), strict=True):
         prices, errors = zip(*points, strict=True)
         axes.plot(prices, errors, marker="o", color=color, linewidth=2)
-        middle = points[3]
-        axes.annotate(
-            DRAWN[name], middle, (14, 8), textcoords="offset points", color=color, va="bottom"
-        )
+        text, *place = DRAWN[name]
+        axes.annotate(text, place, color=color, va="center")
     axes.set(xlim=(-0.02, 1.02), ylim=(0, 1.06))
     axes.set_xlabel("price: part of the FLOPs that run in float32")
     axes.set_ylabel("error left")
