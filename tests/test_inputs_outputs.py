@@ -338,6 +338,7 @@ def test_autocast_is_off_whatever_the_inputs_are(kind, inputs):
     with torch.autocast("cpu", torch.bfloat16):
         if kind == "nothing":
             m.register_buffer("far", torch.ones(1, device="meta"))
+            m.register_buffer("near", torch.ones(1))
             out = m()
         else:
             out = m({"a": [a.long() if kind == "integers" else a]})

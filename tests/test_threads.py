@@ -1,5 +1,6 @@
 """Many threads on one pinned model: every result right. F5 of the cases."""
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -97,4 +98,5 @@ def test_threads_that_ended_leave_no_frames():
         worker = threading.Thread(target=m, args=(torch.ones(1, 4),))
         worker.start()
         worker.join()
-    assert len(_region._frames_of_threads) <= 2  # this one's and the last one's
+    gone = _region._frames_of_threads.keys() - sys._current_frames().keys()
+    assert len(gone) <= 1  # the last one's

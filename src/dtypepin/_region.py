@@ -464,11 +464,15 @@ def _device(args: Args, kwargs: Kwargs, module: torch.nn.Module) -> str | None:
     map_tensors((args, kwargs), look)  # a dict of tensors, as losses and matchers get
     if kinds:
         return kinds[0]
-    for holder in module.modules():
-        for values in (holder._parameters, holder._buffers):
-            for value in values.values():
-                if value is not None and value.device.type != "meta":
-                    return value.device.type
+    kinds += [
+        value.device.type
+        for holder in module.modules()
+        for values in (holder._parameters, holder._buffers)
+        for value in values.values()
+        if value is not None
+    ]
+    if kinds:
+        return next((kind for kind in kinds if kind != "meta"), "meta")
     for kind in ("cuda", "xpu", "cpu"):
         if torch.is_autocast_enabled(kind):
             return kind
