@@ -20,6 +20,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 def test_any_autocast_enabled_is_torchs_own_and_right():
     assert _private.any_autocast_enabled is torch._C._is_any_autocast_enabled
+    assert _private.is_tracing is torch._C._is_tracing
     assert _private.any_autocast_enabled() is False
     with torch.autocast("cpu", torch.bfloat16):
         assert _private.any_autocast_enabled() is True
@@ -211,6 +212,12 @@ MISSING = {
         "torch._C._is_any_autocast_enabled = had",
         "_private.any_autocast_enabled is _private._unknown_autocast",
     ),
+    "is_tracing": (
+        "had = torch._C._is_tracing; torch.jit.is_tracing = lambda: had(); "
+        "del torch._C._is_tracing",
+        "torch._C._is_tracing = had",
+        "_private.is_tracing is torch.jit.is_tracing",
+    ),
     "is_exporting": (
         "had = vars(torch.compiler).pop('is_exporting', None)",
         "vars(torch.compiler).update(is_exporting=had) if had else None",
@@ -233,6 +240,22 @@ MISSING = {
         "_hooks.SAFE_ACROSS_GRAPH_BREAKS is False",
     ),
 }
+
+
+def test_autocast_at_the_beginning_of_a_trace_is_known():
+    found = []
+
+    def code(x):
+        with torch.autocast("cpu", enabled=not outside):
+            found.append(_private.autocast_outside("cpu"))
+            return x + 1
+
+    for outside in (True, False):
+        torch.compiler.reset()
+        with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            torch.compile(code, backend="eager", fullgraph=True)(torch.ones(1))
+    assert found == [True, False]
+    assert _private.autocast_outside("cpu")  # not asked by a trace: no harm
 
 
 @pytest.mark.parametrize("name", MISSING)

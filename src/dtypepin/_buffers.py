@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dtypepin._cast import cast
-from dtypepin._private import in_functorch, is_exporting
+from dtypepin._private import in_functorch, is_exporting, is_tracing
 
 
 class BufferCast:
@@ -30,8 +30,7 @@ class BufferCast:
             # compiled code do not move it. A transform refuses to write what it did not wrap.
             if in_functorch() and not read._version:
                 return
-            tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-            if not tracing and read.shape != buffer.shape:  # ``resize_`` in a forward
+            if not is_tracing() and read.shape != buffer.shape:  # ``resize_`` in a forward
                 buffer.data = cast(read.data, buffer.dtype)
                 return
             if 0 in buffer.stride() and buffer.numel() > 1:

@@ -81,9 +81,12 @@ class Pin(Rule):
         """
         output = rest[-1]
         caller = None if is_dynamo_compiling() else sys._getframe(1)
-        frame = _region.find(self, caller)
-        if frame is None:
-            return None
+        frames = _region.thread.frames
+        frame = frames[-1] if frames else None
+        if frame is None or frame.rule is not self or frame.owner is not caller:
+            frame = _region.find(self, caller)
+            if frame is None:
+                return None
         if output is None and frame.owner is not None:
             error = sys.exc_info()[1]
             if error is not None and _passed_through(error, frame.owner):

@@ -54,6 +54,10 @@ def _is_exporting() -> bool:
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_exporting)
 
 
+#: Whether ``torch.jit.trace`` is tracing the call; the public question takes 170 ns.
+is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+
+
 def in_functorch() -> bool:
     """Whether a ``torch.func`` transform (grad, vmap, jvp ...) is active in this thread."""
     functorch = getattr(torch._C, "_functorch", None)
