@@ -23,7 +23,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def is_free(model):
     return not any(
-        part._forward_pre_hooks or part._forward_hooks or type(part._parameters) is not dict
+        part._forward_pre_hooks
+        or part._forward_hooks
+        or type(part._parameters).__module__.startswith("dtypepin")
         for part in model.modules()
     )
 
