@@ -148,8 +148,8 @@ def see_hooks() -> None:
 
     By default it does not look whether a module without hooks still has none, and runs a pinned
     one with the code that it compiled for an unpinned one. What was compiled before it was told
-    to look is dropped, once; where it cannot be told, each time, as on torch before 2.5, whose
-    dynamo cannot trace modules with hooks when it guards on them.
+    to look is dropped, once; each time where it cannot be told, and on torch before 2.5, where
+    telling it is not enough.
     """
     if _TORCH < (2, 5):
         if "torch._dynamo" in sys.modules:
@@ -179,7 +179,8 @@ class _WhenImported(MetaPathFinder):
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         if name != _CONFIG:
             return None
-        sys.meta_path.remove(self)
+        with suppress(ValueError):  # somebody may have put another list there
+            sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
