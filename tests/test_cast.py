@@ -199,3 +199,16 @@ def test_a_shared_container_is_walked_once_and_stays_shared():
     while isinstance(new, list):
         new = new[0]
     assert new.dtype is torch.half
+
+
+def test_a_dataclass_with_slots_that_is_a_dict_is_copied():
+    @dataclasses.dataclass(slots=True)
+    class Out(dict):
+        extra: int = 3
+
+    out = Out()
+    out["a"] = torch.ones(1)
+    new = map_tensors(out, torch.Tensor.bfloat16)
+    assert type(new) is Out
+    assert (new["a"].dtype, new.extra) == (torch.bfloat16, 3)
+    assert out["a"].dtype is torch.float32

@@ -598,3 +598,25 @@ def test_outputs_of_transformers_from_a_pinned_root():
         assert out["last_hidden_state"] is out.last_hidden_state is out[0]
         assert [h.dtype for h in (out[0], *out.hidden_states)] == [BF16] * 3
         assert torch.equal(out[0], expected)
+
+
+@fullgraph
+@not_a_leaf
+def test_equal_blocks_with_a_pin_inside_share_their_code():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.lin = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.lin(self.norm(x))
+
+    model, counting = nn.Sequential(*[Block() for _ in range(4)]).bfloat16(), Counting()
+    x = torch.randn(2, 8).bfloat16()
+    dtypepin.apply(model, r"norm$")
+    expected = model(x)
+    for block in model:
+        block.compile(backend=counting, fullgraph=True)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
+    assert counting.graphs <= 3  # of one block: the first has no gradient to its input, and `ran`

@@ -283,6 +283,16 @@ def test_a_base_class_that_would_hide_the_pins_is_refused():
 
     type("More", (Mine, HookBase), {})
 
+    class Explicit(HookBase, DtypeOverrider):
+        def before_train(self, runner=None):
+            DtypeOverrider.before_train(self, runner)
+
+    class Logs:
+        def before_train(self, runner=None):
+            super().before_train(runner)
+
+    type("Cooperates", (Logs, DtypeOverrider), {})
+
 
 @pytest.mark.parametrize("trainer", [SimpleNamespace(), SimpleNamespace(model="net")])
 def test_a_trainer_without_a_model_is_refused(trainer):

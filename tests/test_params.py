@@ -567,6 +567,20 @@ def test_sparse_gradients_cannot_be_cast_and_are_refused(kind):
 
 
 @pytest.mark.parametrize("checked", [False, True])
+def test_digits_return_also_in_a_wider_dtype_than_they_had(checked):
+    m = nn.Linear(4, 4)
+    before = m.weight.detach().double()
+    pins = dtypepin.apply(m, "^$", dtype="bf16", override_parameters=True)
+    m.double()
+    if checked:
+        with pytest.warns(dtypepin.PinWarning, match="were cast since"):
+            pins.check()
+        assert m.weight.dtype is torch.bfloat16
+    pins.remove()
+    assert torch.equal(m.weight, before)
+
+
+@pytest.mark.parametrize("checked", [False, True])
 def test_digits_return_also_where_somebody_widened_a_narrowed_parameter(checked):
     m = nn.Linear(4, 4)
     before = m.weight.detach().clone()

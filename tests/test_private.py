@@ -6,6 +6,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -305,3 +306,18 @@ def test_a_hook_is_never_without_its_flags_while_it_is_renumbered():
     _private.renumber(handle, handle.id + 1000)
     assert seen == [True]
     assert list(module._forward_pre_hooks) == list(module._forward_pre_hooks_with_kwargs)
+
+
+@needs_guards
+def test_dynamo_is_told_in_every_thread():
+    torch.compile(nn.Identity(), backend="eager")  # loads dynamo
+    _private.see_hooks()
+    told = []
+
+    def look():
+        told.append(torch._dynamo.config.skip_nnmodule_hook_guards)
+
+    worker = threading.Thread(target=look)
+    worker.start()
+    worker.join()
+    assert told == [False]

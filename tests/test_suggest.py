@@ -1,6 +1,7 @@
 """Which modules to pin: shares, prices, real runs, and a model that is as before."""
 
 import copy
+import functools
 import json
 import math
 import random
@@ -825,6 +826,31 @@ def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(PinError) as caught:
         dtypepin.suggest(given.pop("model"), given.pop("inputs"), **given)
     assert message in str(caught.value)
+
+
+def test_forwards_that_are_handed_more_than_is_given():
+    def adds(forward):
+        @functools.wraps(forward)
+        def wrapper(self, x):
+            return forward(self, x, 1.0)
+
+        return wrapper
+
+    class Decorated(nn.Sequential):
+        @adds
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    class Called(nn.Sequential):
+        def __call__(self, x, label):
+            return super().__call__(x)
+
+    x = smooth(32, 16)
+    assert dtypepin.suggest(Decorated(*transformer()), x).reached
+    assert dtypepin.suggest(Called(*transformer()), (x, 1)).reached
+    model = transformer()
+    model.register_forward_pre_hook(lambda module, args: args[:1])
+    assert dtypepin.suggest(model, (x, 1)).reached
 
 
 def test_a_metric_without_a_number_is_a_failure():

@@ -342,6 +342,52 @@ def test_a_tuner_runs_pinned(digits, tmp_path, override):
 
 
 @pytest.mark.parametrize("override", [False, True])
+def test_a_trainer_inside_another_one_on_the_same_model(digits, tmp_path, override):
+    callback, counts = PinDtypeCallback("head", override_parameters=override), []
+
+    class Inner(lightning.Callback):
+        def on_train_batch_start(self, outer, module, batch, number):
+            if number == 1:
+                trainer(tmp_path, callback).validate(module, digits, verbose=False)
+                module.trainer = outer  # Lightning leaves the other one there
+
+        def on_validation_end(self, outer, module):
+            counts.append(len(callback._standing))
+
+    model = Digits()
+    trainer(tmp_path, callback, Inner(), max_epochs=3).fit(model, digits, digits)
+    assert seen(model)[0] == {(F32, F32, F32)}
+    assert set(counts) == {1}  # they do not pile up
+    assert callback.pins is None
+    assert unpin(model) == 0
+
+
+def test_what_a_failed_stage_left_goes_with_the_next(digits, tmp_path):
+    class Fails(lightning.Callback):
+        def on_exception(self, trainer, module, exception):
+            raise RuntimeError("again")
+
+    model, callback = Digits(fail=ZeroDivisionError("no")), PinDtypeCallback("head")
+    first = trainer(tmp_path, Fails(), callback)
+    with pytest.raises(RuntimeError, match="again"):
+        first.fit(model, digits)
+    assert callback.pins is not None  # Lightning did not tell us
+    model.fail = None
+    trainer(tmp_path, callback).fit(model, digits)
+    assert unpin(model) == 0
+
+
+def test_digits_of_a_narrowed_layer_survive_a_stage_in_another_precision(digits, tmp_path):
+    models = [Digits(), Digits()]
+    models[1].load_state_dict(models[0].state_dict())
+    callback = PinDtypeCallback("head", dtype="bf16", override_parameters=True)
+    for model, callbacks in zip(models, ([callback], []), strict=True):
+        trainer(tmp_path, *callbacks, precision="64-true").validate(model, digits, verbose=False)
+    assert models[0].head.weight.dtype is torch.float64
+    assert torch.equal(models[0].head.weight, models[1].head.weight)
+
+
+@pytest.mark.parametrize("override", [False, True])
 def test_a_trainer_inside_another_one(digits, tmp_path, override):
     callback, other = PinDtypeCallback("head", override_parameters=override), Digits()
 

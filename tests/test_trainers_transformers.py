@@ -286,6 +286,18 @@ def test_a_callback_of_two_trainers_pins_both_models(digits, tmp_path):
         pass
     assert callback.pins == []
     assert unpin(models[0]) == 0
+    callback.on_init_end(None, None, None, model=models[0])  # the one that is broken is older now
+    with pytest.warns(dtypepin.PinWarning, match="older Trainer's Linear is not pinned"), callback:
+        assert len(callback.pins) == 3
+
+
+def test_a_second_training_stores_parameters_again(digits, tmp_path):
+    model, callback = Digits().bfloat16(), PinDtypeCallback("head", override_parameters=True)
+    train = trainer(model, digits, tmp_path, callback, bf16=False)
+    train.train()
+    train.train()
+    assert seen(model) == ({(F32, F32, F32)}, 6)
+    assert model.head.weight.dtype is BF16
 
 
 def test_a_training_inside_another_one(digits, tmp_path):

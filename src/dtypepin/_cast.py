@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -151,10 +152,10 @@ def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
         return [changed.get(key, item) for key, item in items.items()]
     # copy.copy keeps default factories, extra attributes and fields that __init__ does not take.
     fields = getattr(value, "__dataclass_fields__", None)
-    if isinstance(value, dict) and fields is not None and not is_dynamo_compiling():
+    if isinstance(value, OrderedDict) and fields is not None and not is_dynamo_compiling():
         # transformers' outputs: copying them runs generators, which a compiled model's hooks,
         # called outside of its graph, may not with fullgraph=True.
-        new = dict.__new__(kind)
+        new = OrderedDict.__new__(kind)
         new.__dict__.update(vars(value))
         changed = {**items, **changed}
     else:

@@ -94,8 +94,8 @@ class Pin(Rule):
         return _region.leave(frame, output)
 
 
-#: The ids that the two hooks of pins of a module have had, so far.
-_ids: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
+#: The ids that the two hooks of pins have had so far, on whatever module.
+_ids: list[tuple[int, int]] = []
 
 
 #: Called with a module, a pin and whether it came or went, whenever one does.
@@ -219,7 +219,7 @@ def attach(module: nn.Module, pin: Pin) -> None:
             pin.after, with_kwargs=True, prepend=True, always_call=True
         )
         pin.handles = (before, after)
-        _keep_ids(module, before, after)
+        _use_known_ids(module, before, after)
     else:
         wrapper = module.__dict__.get(pin.method)
         if not isinstance(wrapper, PinnedMethod):
@@ -232,15 +232,17 @@ def attach(module: nn.Module, pin: Pin) -> None:
         watch(module, pin, True)
 
 
-def _keep_ids(module: nn.Module, before: RemovableHandle, after: RemovableHandle) -> None:
-    """Use hook ids again that pins of this module had before: compiled code guards on them."""
-    known = _ids.setdefault(module, [])
-    for pair in known:
+def _use_known_ids(module: nn.Module, before: RemovableHandle, after: RemovableHandle) -> None:
+    """Use hook ids again that pins had before, on this module or another: dynamo guards on them.
+
+    So a step that pins anew is not compiled anew, and neither is each of many equal blocks.
+    """
+    for pair in _ids:
         if pair[0] not in module._forward_pre_hooks and pair[1] not in module._forward_hooks:
             renumber(before, pair[0])
             renumber(after, pair[1])
             return
-    known.append((before.id, after.id))
+    _ids.append((before.id, after.id))
 
 
 def detach(module: nn.Module, pin: Pin) -> None:

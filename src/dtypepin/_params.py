@@ -276,9 +276,8 @@ def drifted(module: nn.Module) -> Iterator[tuple[str, Tensor, Stored]]:
 
 def repair(value: Tensor, stored: Stored) -> None:
     """Cast a drifted tensor back; the dtype it drifted to is its unpinned one from now on."""
-    if stored.backup is not None and value.dtype is stored.backup.dtype:  # ``model.float()``
-        with torch.no_grad():
-            value.data = _recovered(value.detach(), stored, value.dtype)
+    with torch.inference_mode(value.is_inference()), torch.no_grad():
+        value.data = _recovered(value.detach(), stored, value.dtype)  # ``model.float()``
     stored.original = stored.settled = value.dtype
     stored.backup = None
     _settle(value, stored)
@@ -306,11 +305,12 @@ def _settle(tensor: Tensor, stored: Stored) -> bool:
     """Give a tensor the dtype that its last claim wants, in place; False if it had it."""
     target = stored.claims[-1][1] if stored.claims else stored.original
     was = tensor.dtype
-    # Cast by somebody since, theirs stays until ``check``; back to the unpinned dtype in the end,
-    # it still lacks the digits that storing cut off.
+    # Cast by somebody since, theirs stays until ``check``; in the end it still lacks the digits
+    # that storing cut off.
     moved = was is not stored.settled
-    back = moved and not stored.claims and was is target and stored.backup is not None
-    if not back and (moved or was is target):
+    if moved and not stored.claims and stored.backup is not None:
+        target = was
+    elif moved or was is target:
         return False
     if is_subclass(tensor):
         return True  # sharded since it was pinned: its owner needs it as it is
@@ -320,7 +320,7 @@ def _settle(tensor: Tensor, stored: Stored) -> bool:
         value = tensor.detach()
         backup = stored.backup
         if backup is not None and (backup.shape != value.shape or backup.is_meta):
-            backup = stored.backup = None  # it was resized, or materialised by ``to_empty``
+            backup = None
         new = _recovered(value, stored, target)
         if backup is None and not _survives(value, target):
             backup = value  # its storage lives on here; the tensor gets a new one
@@ -342,8 +342,8 @@ def _settle(tensor: Tensor, stored: Stored) -> bool:
 def _recovered(value: Tensor, stored: Stored, target: torch.dtype) -> Tensor:
     """A stored tensor in another dtype: what was not trained has the bits it had before."""
     new = cast(value, target)
-    if stored.backup is None:
-        return new
+    if stored.backup is None or stored.backup.shape != value.shape or stored.backup.is_meta:
+        return new  # also where it was resized, or materialised by ``to_empty``
     backup = stored.backup.to(value.device)
     rounded = cast(cast(backup, stored.settled), value.dtype)
     untrained = (value == rounded) | (value.isnan() & rounded.isnan())

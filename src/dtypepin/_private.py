@@ -166,11 +166,16 @@ _CONFIG = "torch._dynamo.config"
 
 def _look_at_hooks(config: Any) -> bool:
     """Switch dynamo's guards on hooks on; False if they were not on before."""
-    if getattr(config, "skip_nnmodule_hook_guards", None) is False:
-        return True
-    with suppress(AttributeError):
-        config.skip_nnmodule_hook_guards = False
-    return False
+    # What is set counts for the thread or task that sets it, in newer torch; the default for all.
+    entry = getattr(config, "_config", {}).get("skip_nnmodule_hook_guards")
+    on = True
+    if entry is not None and getattr(entry, "default", False) is not False:
+        entry.default, on = False, False
+    if getattr(config, "skip_nnmodule_hook_guards", None) is not False:
+        on = False
+        with suppress(AttributeError):
+            config.skip_nnmodule_hook_guards = False
+    return on
 
 
 class _WhenImported(MetaPathFinder):

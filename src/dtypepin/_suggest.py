@@ -670,14 +670,17 @@ def _batches(inputs: Any, what: str) -> list[Batch]:
         raise PinError(
             f"{what}: got a list as one batch, expected a tensor, a tuple of arguments or a dict "
             "of keyword arguments; of a loader that gives inputs and labels: "
-            "[x for x, _ in loader]"
+            "[x for x, _ in loader]; for a forward that takes a list: [(the_list,)]"
         )
     return [batch(value) for value in values]
 
 
 def _check_signature(model: nn.Module, batches: list[Batch], what: str) -> None:
+    if model._forward_pre_hooks or type(model).__call__ is not nn.Module.__call__:
+        return  # they may change the arguments
     try:
-        signature = inspect.signature(model.forward)
+        # Not that of what a decorator wraps, which may be handed more or less.
+        signature = inspect.signature(model.forward, follow_wrapped=False)
     except (TypeError, ValueError):
         return  # it has none that Python knows
     for args, kwargs in batches:
@@ -686,7 +689,8 @@ def _check_signature(model: nn.Module, batches: list[Batch], what: str) -> None:
         except TypeError as error:
             raise PinError(
                 f"{what}: got a batch that forward of {type(model).__name__} does not take "
-                f"({error}), expected its arguments alone, in a tuple or a dict; no labels"
+                f"({error}), expected its arguments alone, in a tuple or a dict, no labels; "
+                "a named tuple that is one argument goes into a tuple: (batch,)"
             ) from None
 
 

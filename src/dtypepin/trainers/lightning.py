@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -90,7 +90,7 @@ class PinDtypeCallback(Callback):
         )
         self.verbose = verbose
         # One trainer may run inside another.
-        self._standing: list[tuple[weakref.ref[LightningModule], PinHandles]] = []
+        self._standing: list[_Standing] = []
 
     @property
     def state_key(self) -> str:
@@ -105,14 +105,14 @@ class PinDtypeCallback(Callback):
     @property
     def pins(self) -> PinHandles | None:
         """The handles while they stand, else None."""
-        return self._standing[-1][1] if self._standing else None
+        return self._standing[-1].pins if self._standing else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Pin before the strategy sets up, where parameters are stored in another dtype."""
         self._remove(trainer, pl_module)
         if self.settings.override:
             try:
-                self._pin(pl_module)
+                self._pin(trainer, pl_module)
             except PinError as error:
                 raise PinError(f"{error}{_not_built_yet(pl_module)}") from None
         plugin: Any = trainer.precision_plugin
@@ -123,19 +123,20 @@ class PinDtypeCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pin for the fit; its validation is part of it."""
-        self._pin(pl_module)
+        self._pin(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pin, unless this is the validation of a fit."""
-        self._pin(pl_module)
+        if trainer.state.fn != "fit":
+            self._pin(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pin for the test."""
-        self._pin(pl_module)
+        self._pin(trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pin for the prediction."""
-        self._pin(pl_module)
+        self._pin(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the pins off."""
@@ -147,22 +148,41 @@ class PinDtypeCallback(Callback):
         """Take the pins off; Lightning calls no ``teardown`` here."""
         self._remove(trainer, pl_module)
 
-    def _pin(self, module: LightningModule) -> None:
-        known = [pins for of, pins in self._standing if of() is module]
+    def _pin(self, trainer: Trainer, module: LightningModule) -> None:
+        known = [one for one in self._standing if one.trainer() is trainer]
         if known and self.settings.override:
-            known[0].check()
-        else:  # again: the strategy may have wrapped the model in what is refused
-            pins = put_on(module, self.settings, self.verbose and not known)
-            self._standing.append((weakref.ref(module), pins))
+            known[0].pins.check()
+            return
+        # Again: the strategy may have wrapped the model meanwhile, in what is refused.
+        pins = put_on(module, self.settings, self.verbose and not known)
+        self._standing.append(_Standing(weakref.ref(trainer), weakref.ref(module), pins))
+        self._drop(known)
 
     def _remove(self, trainer: Trainer, module: LightningModule) -> None:
         plugin = vars(trainer.precision_plugin)
         if getattr(plugin.get("convert_module"), "func", None) is _convert:
             del plugin["convert_module"]  # the stage ended before it was called
-        for entry in self._standing[::-1]:
-            if entry[0]() in (module, None):
-                self._standing.remove(entry)
-                entry[1].remove()
+        self._drop([one for one in self._standing if one.is_over(trainer, module)])
+
+    def _drop(self, entries: list[_Standing]) -> None:
+        for one in entries:
+            self._standing.remove(one)
+            one.pins.remove()
+
+
+class _Standing(NamedTuple):
+    """Pins of one trainer on one module; a trainer may run inside another one."""
+
+    trainer: weakref.ref[Trainer]
+    module: weakref.ref[LightningModule]
+    pins: PinHandles
+
+    def is_over(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Whether they are this trainer's, or left on this module by one that runs no more."""
+        theirs = self.trainer()
+        if theirs is None or theirs is trainer:
+            return True
+        return self.module() in (module, None) and theirs.state.status != "running"
 
 
 def _convert(trainer: Trainer, pinned: LightningModule, module: torch.nn.Module) -> torch.nn.Module:
@@ -173,7 +193,7 @@ def _convert(trainer: Trainer, pinned: LightningModule, module: torch.nn.Module)
         converted: torch.nn.Module = plugin.convert_module(module)
     for callback in trainer.callbacks:
         if isinstance(callback, PinDtypeCallback):
-            callback._pin(pinned)
+            callback._pin(trainer, pinned)
     return converted
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from dtypepin._errors import PinError
+from dtypepin._errors import PinError, warn
 from dtypepin._handles import PinHandles
 from dtypepin._pin import Inputs, Output, Settings, put_on
 from dtypepin._select import Patterns
@@ -105,12 +105,14 @@ class PinDtypeCallback(TrainerCallback):
                 "the with block"
             )
         before = len(self._standing)
-        try:
-            for model in models:
+        for model in models:
+            try:
                 self._pin(model)
-        except PinError:
-            self._remove(self._standing[before:])
-            raise
+            except PinError as error:
+                if model is models[-1]:
+                    self._remove(self._standing[before:])
+                    raise
+                warn(f"an older Trainer's {type(model).__name__} is not pinned: {error}")
         self._blocks += 1
         return self
 
@@ -141,9 +143,8 @@ class PinDtypeCallback(TrainerCallback):
         """Pin, unless a ``with`` block has."""
         model = kwargs["model"]
         state_of = getattr(kwargs.get("optimizer"), "state", None)
-        dtypes = [parameter.dtype for parameter in model.parameters()]
         self._pin(model)
-        if state_of and dtypes != [parameter.dtype for parameter in model.parameters()]:
+        if self.settings.override and _disagrees(state_of or {}):
             self._remove(self._standing[-1:])
             raise PinError(
                 "override_parameters=True: got an optimizer with state, of a resumed training, "
@@ -161,3 +162,16 @@ class PinDtypeCallback(TrainerCallback):
     def _pin(self, model: nn.Module) -> None:
         # What is pinned already is not pinned twice; ``model_init`` brings a new model.
         self._standing.append((weakref.ref(model), put_on(model, self.settings, self.verbose)))
+
+
+def _disagrees(state: Mapping[Any, Any]) -> bool:
+    """Whether an optimizer has moments in another dtype than that of their parameter."""
+    return any(
+        isinstance(value, torch.Tensor)
+        and value.shape == parameter.shape
+        and value.is_floating_point()
+        and value.dtype is not parameter.dtype
+        for parameter, values in state.items()
+        if isinstance(parameter, torch.Tensor) and isinstance(values, Mapping)
+        for value in values.values()
+    )
