@@ -426,3 +426,13 @@ def test_what_is_made_after_the_cast_is_pinned_too(digits, tmp_path):
     trainer(tmp_path, Adds(), PinDtypeCallback("head$")).fit(model, digits)
     assert set(model.body.head.seen) == {(F32, F32, F32)}
     assert unpin(model) == 0
+
+
+def test_the_validations_of_a_fit_do_not_pin_again(digits, tmp_path):
+    callback = PinDtypeCallback(["head", "nothing like it"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, callback, max_epochs=4).fit(Digits(), digits, digits)
+    ours = [found for found in caught if found.category is PinWarning]
+    assert len(ours) == 2  # when the model was cast, and at the start
+    assert {found.filename for found in ours} == {__file__}
