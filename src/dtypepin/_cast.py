@@ -150,7 +150,6 @@ def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
         return tuple.__new__(kind, values)
     if kind is list:
         return [changed.get(key, item) for key, item in items.items()]
-    # copy.copy keeps default factories, extra attributes and fields that __init__ does not take.
     fields = getattr(value, "__dataclass_fields__", None)
     if isinstance(value, OrderedDict) and fields is not None and not is_dynamo_compiling():
         # transformers' outputs: copying them runs generators, which a compiled model's hooks,
@@ -159,6 +158,7 @@ def _rebuild(value: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
         new.__dict__.update(vars(value))
         changed = {**items, **changed}
     else:
+        # It keeps default factories, extra attributes and fields that __init__ does not take.
         new = copy.copy(value)
     for key, item in changed.items():
         if isinstance(value, (dict, list)):

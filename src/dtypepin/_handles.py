@@ -276,8 +276,8 @@ class PinHandles(Sequence[PinHandle]):
         if owned:
             warn(
                 f"stored parameters were cast since they were pinned: {', '.join(owned.values())}. "
-                "They stay so, because DistributedDataParallel owns them by now; cast the model, "
-                "pin it, and wrap it, in this order"
+                "They stay so, because DistributedDataParallel owns them by now, or fully_shard; "
+                "cast the model, pin it, and wrap it, in this order"
             )
         return [*drifted, *owned]
 

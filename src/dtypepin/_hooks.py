@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 import sys
 import threading
@@ -49,7 +48,7 @@ class Pin(Rule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.number = next(_region._numbers)
+        self.number = next(_region.numbers)
         if not run_by_dynamo():  # dynamo copies hooks, and nothing may be dropped meanwhile
             see_hooks()  # a copy, perhaps in another process
 
@@ -105,7 +104,6 @@ watchers: list[Callable[[nn.Module, Pin, bool], object]] = []
 #: thread that ran it, whatever others do meanwhile.
 changing = threading.RLock()
 
-_numbers = itertools.count()
 #: The wrappers of a module that are still in use somewhere.
 _methods: WeakKeyDictionary[nn.Module, WeakSet[PinnedMethod]] = WeakKeyDictionary()
 
@@ -123,7 +121,7 @@ class PinnedMethod:
         self.had = name in module.__dict__
         self.previous = module.__dict__.get(name)
         self.pins: list[Pin] = []
-        self.number = next(_numbers)
+        self.number = next(_region.numbers)
 
     @property
     def __wrapped__(self) -> Any:

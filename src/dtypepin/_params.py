@@ -318,9 +318,7 @@ def _settle(tensor: Tensor, stored: Stored) -> bool:
     # where new tensors could never be trained.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         value = tensor.detach()
-        backup = stored.backup
-        if backup is not None and (backup.shape != value.shape or backup.is_meta):
-            backup = None
+        backup = _backup(value, stored)
         new = _recovered(value, stored, target)
         if backup is None and not _survives(value, target):
             backup = value  # its storage lives on here; the tensor gets a new one
@@ -342,12 +340,20 @@ def _settle(tensor: Tensor, stored: Stored) -> bool:
 def _recovered(value: Tensor, stored: Stored, target: torch.dtype) -> Tensor:
     """A stored tensor in another dtype: what was not trained has the bits it had before."""
     new = cast(value, target)
-    if stored.backup is None or stored.backup.shape != value.shape or stored.backup.is_meta:
-        return new  # also where it was resized, or materialised by ``to_empty``
-    backup = stored.backup.to(value.device)
+    backup = _backup(value, stored)
+    if backup is None:
+        return new
     rounded = cast(cast(backup, stored.settled), value.dtype)
     untrained = (value == rounded) | (value.isnan() & rounded.isnan())
     return torch.where(untrained, cast(backup, target), new)
+
+
+def _backup(value: Tensor, stored: Stored) -> Tensor | None:
+    """The values from before; None also where it was resized, or materialised by ``to_empty``."""
+    backup = stored.backup
+    if backup is None or backup.shape != value.shape or backup.is_meta:
+        return None
+    return backup.to(value.device)
 
 
 def is_subclass(value: object) -> bool:

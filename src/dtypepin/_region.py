@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-_numbers = itertools.count()
+#: Tells pins, and wrappers of methods, from each other.
+numbers = itertools.count()
 
 
 class Rule:
@@ -64,7 +65,7 @@ class Rule:
         self.method = method
         self.active = True
         self.ran = False
-        self.number = next(_numbers)
+        self.number = next(numbers)
 
 
 class Frame:
@@ -462,15 +463,15 @@ def _device(args: Args, kwargs: Kwargs, module: torch.nn.Module) -> str | None:
     map_tensors((args, kwargs), look)  # a dict of tensors, as losses and matchers get
     if kinds:
         return kinds[0]
-    kinds += [
-        value.device.type
-        for holder in module.modules()
-        for values in (holder._parameters, holder._buffers)
-        for value in values.values()
-        if value is not None
-    ]
+    for holder in module.modules():
+        for values in (holder._parameters, holder._buffers):
+            for value in values.values():
+                if value is not None and value.device.type != "meta":
+                    return value.device.type
+                if value is not None:
+                    kinds.append("meta")
     if kinds:
-        return next((kind for kind in kinds if kind != "meta"), "meta")
+        return "meta"
     for kind in ("cuda", "xpu", "cpu"):
         if torch.is_autocast_enabled(kind):
             return kind

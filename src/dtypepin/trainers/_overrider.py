@@ -49,10 +49,10 @@ class DtypeOverrider:
         override_parameters: whether to store the matched modules' parameters in ``dtype``.
         verbose: log each pinned method and stored parameter, and a summary, to
             ``trainer.logger``; to the logger ``"dtypepin"`` where the trainer has none.
-        inputs: ``"first"`` or ``"all"``, as for :func:`dtypepin.apply`.
-        output: ``"restore"``, ``"keep"`` or a dtype.
         check_interval: every so many steps, stored parameters that have drifted to another dtype
             are cast back, with a warning. 0 never checks.
+        inputs: ``"first"`` or ``"all"``, as for :func:`dtypepin.apply`.
+        output: ``"restore"``, ``"keep"`` or a dtype.
 
     Raises:
         PinError: an argument that is not valid, no pattern at all; in ``before_train``, whatever
