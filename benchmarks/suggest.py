@@ -26,9 +26,9 @@ from minilm import load
 from torch import Tensor, nn
 
 import dtypepin
-from dtypepin._shares import Lower
-from dtypepin._state import ModelState, untouched
-from dtypepin._suggest import _Search
+from dtypepin._advice.shares import Lower
+from dtypepin._advice.suggest import _Search
+from dtypepin._base.model_state import ModelState, untouched
 
 TOLERANCES = (0.9, 0.75, 0.5, 0.35)
 

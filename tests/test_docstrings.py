@@ -4,12 +4,14 @@ import doctest
 
 import pytest
 
-from dtypepin import _audit, _handles, _pin, _suggest
+from dtypepin._advice import suggest
+from dtypepin._audit import recorder
+from dtypepin._pin import handles, verbs
 from dtypepin.trainers import _overrider
 
 
 @pytest.mark.parametrize(
-    "module", [_audit, _handles, _pin, _overrider, _suggest], ids=lambda m: m.__name__
+    "module", [recorder, handles, verbs, _overrider, suggest], ids=lambda m: m.__name__
 )
 def test_examples(module):
     found = doctest.testmod(module)

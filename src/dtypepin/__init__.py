@@ -1,12 +1,12 @@
 """Make chosen layers of a PyTorch model compute in a chosen precision, and undo it exactly."""
 
-from dtypepin._audit import audit
-from dtypepin._errors import PinError, PinWarning
-from dtypepin._handles import PinHandle, PinHandles
-from dtypepin._pin import Selection, apply, pin_dtype, select, unpin
-from dtypepin._plan import Plan, load_plan
-from dtypepin._report import AuditReport
-from dtypepin._suggest import suggest
+from dtypepin._advice.plan import Plan, load_plan
+from dtypepin._advice.suggest import suggest
+from dtypepin._audit.recorder import audit
+from dtypepin._audit.report import AuditReport
+from dtypepin._base.errors import PinError, PinWarning
+from dtypepin._pin.handles import PinHandle, PinHandles
+from dtypepin._pin.verbs import Selection, apply, pin_dtype, select, unpin
 
 __all__ = [
     "AuditReport",

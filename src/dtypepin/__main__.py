@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dtypepin
-from dtypepin._cast import short
+from dtypepin._base.dtypes import short
 
 
 class Block(nn.Module):

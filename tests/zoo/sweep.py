@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dtypepin
-from dtypepin import _hooks
+from dtypepin._pin import hooks
 
 #: What is pinned, as arguments of ``dtypepin.apply``: whatever is called after a norm, or after
 #: attention, and in some models that is more than one layer, up to the whole model.
@@ -178,7 +178,7 @@ def watch(model: nn.Module, arguments: dict[str, Any], seen: list[Any]) -> list[
     """Record, from outside the pins, which dtypes go into the pinned modules and come out."""
     handles = []
     for name, module in model.named_modules():
-        if not any(True for _ in _hooks.on(module)):
+        if not any(True for _ in hooks.on(module)):
             continue
 
         every = arguments.get("inputs") == "all"

@@ -5,7 +5,7 @@ import sweep
 import torch
 from torch import nn
 
-from dtypepin import _handles, _hooks, _region
+from dtypepin._pin import handles, hooks, region
 
 pytestmark = pytest.mark.zoo
 
@@ -97,23 +97,23 @@ class Plain(nn.Module):
 
 
 def autocast_stays_on(monkeypatch):
-    monkeypatch.setattr(_region, "any_autocast_enabled", lambda: False)
+    monkeypatch.setattr(region, "any_autocast_enabled", lambda: False)
 
 
 def nothing_is_restored(monkeypatch):
-    def leave(frame, output, old=_region.leave):
+    def leave(frame, output, old=region.leave):
         frame.restore = None
         return old(frame, output)
 
-    monkeypatch.setattr(_region, "leave", leave)
+    monkeypatch.setattr(region, "leave", leave)
 
 
 def hooks_stay(monkeypatch):
-    monkeypatch.setattr(_hooks, "detach", lambda module, pin: None)
+    monkeypatch.setattr(hooks, "detach", lambda module, pin: None)
 
 
 def parameters_stay_covered(monkeypatch):
-    monkeypatch.setattr(_handles._params, "uncover", lambda modules, rule: None)
+    monkeypatch.setattr(handles._params, "uncover", lambda modules, rule: None)
 
 
 def only_the_first_is_cast(monkeypatch):
@@ -121,7 +121,7 @@ def only_the_first_is_cast(monkeypatch):
         first = args[0]
         return first, None if first.dtype is dtype else ((first.to(dtype), *args[1:]), kwargs)
 
-    monkeypatch.setattr(_region, "_cast_all", cast_all)
+    monkeypatch.setattr(region, "_cast_all", cast_all)
 
 
 @pytest.mark.parametrize(

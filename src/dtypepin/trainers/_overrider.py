@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtypepin._cast import short
-from dtypepin._errors import PinError, warn
-from dtypepin._handles import PinHandles
-from dtypepin._params import own_floats
-from dtypepin._pin import Inputs, Output, Settings, logger, put_on
-from dtypepin._select import Patterns
+from dtypepin._base.dtypes import short
+from dtypepin._base.errors import PinError, warn
+from dtypepin._base.selection import Patterns
+from dtypepin._pin.handles import PinHandles
+from dtypepin._pin.reads import own_floats
+from dtypepin._pin.verbs import Inputs, Output, Settings, logger, put_on
 
 
 class DtypeOverrider:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dtypepin._errors import PinError
-from dtypepin._handles import PinHandles
-from dtypepin._params import kept
-from dtypepin._pin import Inputs, Output, Settings, put_on
-from dtypepin._select import Patterns
+from dtypepin._base.errors import PinError
+from dtypepin._base.selection import Patterns
+from dtypepin._pin.handles import PinHandles
+from dtypepin._pin.reads import kept
+from dtypepin._pin.verbs import Inputs, Output, Settings, put_on
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from dtypepin._errors import PinError, warn
-from dtypepin._handles import PinHandles
-from dtypepin._pin import Inputs, Output, Settings, put_on
-from dtypepin._select import Patterns
+from dtypepin._base.errors import PinError, warn
+from dtypepin._base.selection import Patterns
+from dtypepin._pin.handles import PinHandles
+from dtypepin._pin.verbs import Inputs, Output, Settings, put_on
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from dtypepin._errors import PinError
+from dtypepin._base.errors import PinError
 
 #: The only dtypes that are ever cast, in or out.
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

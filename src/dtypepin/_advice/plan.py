@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from dtypepin._errors import PinError
-from dtypepin._report import aligned
-from dtypepin._select import named
+from dtypepin._audit.report import aligned
+from dtypepin._base.errors import PinError
+from dtypepin._base.selection import named
 
 _VERSION = 1
 

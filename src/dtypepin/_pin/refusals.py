@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dtypepin._cast import short
-from dtypepin._errors import PinError, warn
-from dtypepin._params import is_subclass, own_floats
-from dtypepin._private import FAST_PATH_SEES_HOOKS
-from dtypepin._select import Named, parts
+from dtypepin._base.dtypes import short
+from dtypepin._base.errors import PinError, warn
+from dtypepin._base.selection import Named, parts
+from dtypepin._base.torch_private import FAST_PATH_SEES_HOOKS
+from dtypepin._pin.reads import is_subclass, own_floats
 
 
 def check(

@@ -15,10 +15,16 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from dtypepin import _buffers, _cast, _params, _private, _region
-from dtypepin._errors import warn
-from dtypepin._private import keep_out_of_dynamo_frames, renumber, run_by_dynamo, see_hooks
-from dtypepin._region import Args, Kwargs, Rule
+from dtypepin._base import dtypes, torch_private
+from dtypepin._base.errors import warn
+from dtypepin._base.torch_private import (
+    keep_out_of_dynamo_frames,
+    renumber,
+    run_by_dynamo,
+    see_hooks,
+)
+from dtypepin._pin import buffers, reads, region
+from dtypepin._pin.region import Args, Kwargs, Rule
 
 
 class Pin(Rule):
@@ -48,7 +54,7 @@ class Pin(Rule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.number = next(_region.numbers)
+        self.number = next(region.numbers)
         if not run_by_dynamo():  # dynamo copies hooks, and nothing may be dropped meanwhile
             see_hooks()  # a copy, perhaps in another process
 
@@ -66,11 +72,11 @@ class Pin(Rule):
         owner = None if is_dynamo_compiling() else sys._getframe(1)
         if owner is not None and not self.ran and "_original_forward" in module.__dict__:
             warn(
-                f"{_region.where(self)}: Accelerate's mixed precision wraps the forward of this "
+                f"{region.where(self)}: Accelerate's mixed precision wraps the forward of this "
                 "very module, and its autocast counts inside the pin. Pin the children instead "
                 f"(patterns={_children(self.name)!r}), or prepare it with mixed_precision='no'"
             )
-        return _region.enter(self, module, args, kwargs, owner)
+        return region.enter(self, module, args, kwargs, owner)
 
     def after(self, module: nn.Module, args: Args, *rest: Any) -> Any:
         """The forward hook; also called, with None, after an exception.
@@ -80,17 +86,17 @@ class Pin(Rule):
         """
         output = rest[-1]
         caller = None if is_dynamo_compiling() else sys._getframe(1)
-        frames = _region.thread.frames
+        frames = region.thread.frames
         frame = frames[-1] if frames else None
         if frame is None or frame.rule is not self or frame.owner is not caller:
-            frame = _region.find(self, caller)
+            frame = region.find(self, caller)
             if frame is None:
                 return None
         if output is None and frame.owner is not None:
             error = sys.exc_info()[1]
             if error is not None and _passed_through(error, frame.owner):
                 add_note(error, self, args, rest[0] if len(rest) > 1 else {})
-        return _region.leave(frame, output)
+        return region.leave(frame, output)
 
 
 #: The ids that the two hooks of pins have had so far, on whatever module.
@@ -121,7 +127,7 @@ class PinnedMethod:
         self.had = name in module.__dict__
         self.previous = module.__dict__.get(name)
         self.pins: list[Pin] = []
-        self.number = next(_region.numbers)
+        self.number = next(region.numbers)
 
     @property
     def __wrapped__(self) -> Any:
@@ -144,7 +150,7 @@ class PinnedMethod:
         owner = None if is_dynamo_compiling() else sys._getframe(0)
         output = None
         try:
-            new = _region.enter(pin, self.module, args, kwargs, owner)
+            new = region.enter(pin, self.module, args, kwargs, owner)
             if new is not None:
                 args, kwargs = new
             output = method(*args, **kwargs)
@@ -153,9 +159,9 @@ class PinnedMethod:
                 add_note(error, pin, args, kwargs)
             raise
         finally:
-            frame = _region.find(pin, owner)
+            frame = region.find(pin, owner)
             if frame is not None:
-                output = _region.leave(frame, output)
+                output = region.leave(frame, output)
         return output
 
     def restore(self) -> None:
@@ -269,7 +275,7 @@ def add_note(error: BaseException, pin: Pin, args: Args, kwargs: Kwargs) -> None
     """Name the pinned module in an exception, once; Python 3.10 has no notes."""
     notes = getattr(error, "__notes__", ())
     if hasattr(error, "add_note") and not any("[dtypepin]" in text for text in notes):
-        error.add_note(_region.note(pin, args, kwargs))
+        error.add_note(region.note(pin, args, kwargs))
 
 
 def _choose(module: nn.Module, method: str) -> None:
@@ -312,5 +318,5 @@ def _passed_through(error: BaseException, owner: FrameType) -> bool:
 
 #: Whether compiled models with a graph break inside a pinned module keep their pins.
 SAFE_ACROSS_GRAPH_BREAKS = keep_out_of_dynamo_frames(
-    _buffers, _cast, _params, _private, _region, sys.modules[__name__]
+    buffers, dtypes, reads, torch_private, region, sys.modules[__name__]
 )

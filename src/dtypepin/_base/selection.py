@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dtypepin._errors import PinError, warn
+from dtypepin._base.errors import PinError, warn
 
 Pattern = str | re.Pattern[str]
 Patterns = Pattern | Sequence[Pattern] | None

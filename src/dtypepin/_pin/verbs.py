@@ -12,13 +12,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from dtypepin import _handles, _hooks, _params, _refuse, _region
-from dtypepin._cast import resolve_dtype
-from dtypepin._errors import PinError, warn
-from dtypepin._handles import PinHandle, PinHandles, Row
-from dtypepin._hooks import Pin, PinnedMethod
-from dtypepin._params import ParameterView, Stored
-from dtypepin._select import Named, Patterns, compiled, find, named, parts, suggestion
+from dtypepin._base.dtypes import resolve_dtype
+from dtypepin._base.errors import PinError, warn
+from dtypepin._base.selection import Named, Patterns, compiled, find, named, parts, suggestion
+from dtypepin._pin import handles, hooks, reads, refusals, region
+from dtypepin._pin.handles import PinHandle, PinHandles, Row
+from dtypepin._pin.hooks import Pin, PinnedMethod
+from dtypepin._pin.reads import ParameterView, Stored
 
 logger = logging.getLogger("dtypepin")
 
@@ -52,7 +52,7 @@ class Selection(Sequence[Row]):
         return len(self._rows)
 
     def __str__(self) -> str:
-        return _handles.table(self._rows)
+        return handles.table(self._rows)
 
     def __repr__(self) -> str:
         return f"Selection({self.names})"
@@ -111,7 +111,7 @@ class _Plan:
         self.targets.sort(key=lambda target: order[id(target[0].module)])
         having = {id(found.module) for found, _ in self.targets}
         chosen = [c for c in chosen if id(c.module) in having]
-        _refuse.check(model, everything, chosen, settings.dtype, settings.override)
+        refusals.check(model, everything, chosen, settings.dtype, settings.override)
 
     def _having(self, method: str, chosen: list[Named]) -> list[tuple[Named, str]]:
         """The chosen modules that have this method; a method that none has is an error."""
@@ -121,7 +121,7 @@ class _Plan:
                 "no wrapper of one module can stand; expected 'forward' for the call of a module, "
                 "or an ordinary method"
             )
-        having = [(found, method) for found in chosen if _hooks.can_wrap(found.module, method)]
+        having = [(found, method) for found in chosen if hooks.can_wrap(found.module, method)]
         if not having:
             example = chosen[0]
             kind = type(example.module)
@@ -142,7 +142,7 @@ class _Plan:
                 found.class_name,
                 method,
                 dtype,
-                _handles.parameters_kind(found.module, dtype, override),
+                handles.parameters_kind(found.module, dtype, override),
                 found.names[1:],
             )
             for found, method in self.targets
@@ -240,26 +240,26 @@ def apply(
 
 def put_on(model: nn.Module, settings: Settings, verbose: bool = False) -> PinHandles:
     """Pin what the settings mean; all of it or nothing."""
-    with _hooks.changing, _no_collection():
+    with hooks.changing, _no_collection():
         plan = _Plan(model, settings)
-        handles: list[PinHandle] = []
+        made: list[PinHandle] = []
         known: dict[int, Stored] = {}
         with ExitStack() as undo:
             for found, method in plan.targets:
-                pin = _hooks.top(found.module, method)
+                pin = hooks.top(found.module, method)
                 new = plan.pin(found, method)
                 if pin is None or not pin.does_the_same_as(new):
                     pin = new
-                    undo.callback(_handles.remove, found.module, pin)
+                    undo.callback(handles.remove, found.module, pin)
                     _put(found, pin, known)
                 else:
-                    _params.cover(
+                    reads.cover(
                         _uncovered(found.module, pin), pin, found.module
                     )  # children added since
-                handles.append(PinHandle(found.module, pin, found.names, found.class_name))
+                made.append(PinHandle(found.module, pin, found.names, found.class_name))
             undo.pop_all()
-        pins = PinHandles(handles)
-    if not _hooks.SAFE_ACROSS_GRAPH_BREAKS and "torch._dynamo" in sys.modules:
+        pins = PinHandles(made)
+    if not hooks.SAFE_ACROSS_GRAPH_BREAKS and "torch._dynamo" in sys.modules:
         warn(
             f"torch {torch.__version__} does not let hooks be kept out of compiled frames: in a "
             "compiled model, a graph break inside a pinned module may lose its pin. Compile with "
@@ -285,10 +285,10 @@ def _no_collection() -> Iterator[None]:
 def _put(found: Named, pin: Pin, known: dict[int, Stored]) -> None:
     """Change the model: views, storage, hooks, in an order that each can be undone."""
     module = found.module
-    _params.cover(parts(module), pin, module)
+    reads.cover(parts(module), pin, module)
     if pin.override:
-        _params.store(module, pin, known)
-    _hooks.attach(module, pin)
+        reads.store(module, pin, known)
+    hooks.attach(module, pin)
 
 
 def _uncovered(module: nn.Module, pin: Pin) -> list[nn.Module]:
@@ -366,7 +366,7 @@ class pin_dtype:
 
     def __exit__(self, *_: object) -> None:
         self._entered.pop().remove()
-        _region.current()  # discards what a Ctrl-C may have left
+        region.current()  # discards what a Ctrl-C may have left
 
 
 def select(
@@ -446,22 +446,22 @@ def unpin(model: nn.Module) -> int:
     Warns:
         PinWarning: as :meth:`PinHandles.remove` does.
     """
-    _region.current()  # discards what a Ctrl-C may have left
+    region.current()  # discards what a Ctrl-C may have left
     modules = list(model.modules())
     removed = 0
     changed: list[Tensor] = []
-    with _hooks.changing:
+    with hooks.changing:
         for module in modules:
-            for pin in reversed(list(_hooks.on(module))):
-                changed += _handles.remove(module, pin)
+            for pin in reversed(list(hooks.on(module))):
+                changed += handles.remove(module, pin)
                 removed += 1
             for value in list(module.__dict__.values()):
                 if isinstance(value, PinnedMethod):
                     value.restore()  # left by somebody's patch that was on top of a removed pin
         for module in modules:
-            for view in list(_params.views(module)):  # children that have left a pinned parent
+            for view in list(reads.views(module)):  # children that have left a pinned parent
                 for rule in view.rules:
                     if rule.leaving is None:  # else its call is running, and ends as it began
-                        _params.uncover([module], rule)
-    _refuse.warn_if_owned(changed)
+                        reads.uncover([module], rule)
+    refusals.warn_if_owned(changed)
     return removed

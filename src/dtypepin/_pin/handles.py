@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from dtypepin import _hooks, _params, _refuse, _region
-from dtypepin._cast import short
-from dtypepin._errors import PinError, warn
-from dtypepin._hooks import Pin
-from dtypepin._select import parts
+from dtypepin._base.dtypes import short
+from dtypepin._base.errors import PinError, warn
+from dtypepin._base.selection import parts
+from dtypepin._pin import hooks, reads, refusals, region
+from dtypepin._pin.hooks import Pin
 
 
 class Row(NamedTuple):
@@ -57,10 +57,10 @@ def parameters_kind(module: nn.Module, dtype: torch.dtype, override: bool) -> st
 
     ``as they are`` where they are in that dtype already.
     """
-    own = [value.dtype for _, value in _params.own_floats(module)]
+    own = [value.dtype for _, value in reads.own_floats(module)]
     if override and own:
         return "stored"
-    floats = [v.dtype for part in parts(module) for _, v in _params.own_floats(part)]
+    floats = [v.dtype for part in parts(module) for _, v in reads.own_floats(part)]
     if not floats:
         return "none"
     return "cast per call" if any(found is not dtype for found in floats) else "as they are"
@@ -116,7 +116,7 @@ class PinHandle:
 
         Where the same pin was applied twice, it stands until both handles are removed.
         """
-        _refuse.warn_if_owned(self._remove())
+        refusals.warn_if_owned(self._remove())
 
     def _remove(self) -> list[Tensor]:
         module, pin = self._module(), self._pin
@@ -207,7 +207,7 @@ class PinHandles(Sequence[PinHandle]):
                 changed += handle._remove()
             except Exception as error:  # one that fails must not keep the others on
                 errors.append(f"{handle.name!r}: {type(error).__name__}: {error}")
-        _refuse.warn_if_owned(changed)
+        refusals.warn_if_owned(changed)
         if errors:
             raise PinError("could not be removed: " + "; ".join(errors))
 
@@ -227,7 +227,7 @@ class PinHandles(Sequence[PinHandle]):
             >>> model(x).dtype
             torch.float32
         """
-        return _region.disabled([handle._pin for handle in self._handles])
+        return region.disabled([handle._pin for handle in self._handles])
 
     def check(self) -> list[str]:
         """Cast stored parameters back that somebody has cast since, as ``model.half()`` does.
@@ -246,9 +246,9 @@ class PinHandles(Sequence[PinHandle]):
             (f"{handle.name}.{name}" if handle.name else name, value, stored)
             for handle in self._handles
             if (module := handle.module) is not None and not handle._removed
-            for name, value, stored in _params.drifted(module)
+            for name, value, stored in reads.drifted(module)
         ]
-        theirs = _refuse.owned([value for _, value, _ in found])
+        theirs = refusals.owned([value for _, value, _ in found])
         drifted: dict[str, str] = {}
         owned: dict[str, str] = {}
         cut = False
@@ -261,7 +261,7 @@ class PinHandles(Sequence[PinHandle]):
                 continue
             drifted[name] = text
             cut |= torch.promote_types(value.dtype, stored.settled) is not value.dtype
-            _params.repair(value, stored)
+            reads.repair(value, stored)
         if drifted:
             warn(
                 f"stored parameters were cast since they were pinned: {', '.join(drifted.values())}"
@@ -302,16 +302,16 @@ def remove(module: nn.Module, pin: Pin) -> list[Tensor]:
 
     A call that is running at this moment ends as it began, and takes the pin off when it ends.
     """
-    _region.current()  # forgets what Ctrl-C left behind, and with it the inputs of that call
-    with _hooks.changing:
-        if _region.is_entered(pin):
-            _hooks.retire(module, pin, partial(remove, module, pin))
+    region.current()  # forgets what Ctrl-C left behind, and with it the inputs of that call
+    with hooks.changing:
+        if region.is_entered(pin):
+            hooks.retire(module, pin, partial(remove, module, pin))
             return []
-        changed = _params.release(module, pin)  # first: this alone can fail, and be tried again
-        _hooks.detach(module, pin)
-        _params.uncover(parts(module), pin)
+        changed = reads.release(module, pin)  # first: this alone can fail, and be tried again
+        hooks.detach(module, pin)
+        reads.uncover(parts(module), pin)
     return changed
 
 
 def _stands(module: nn.Module, pin: Pin) -> bool:
-    return any(pin is here for here in _hooks.on_method(module, pin.method))
+    return any(pin is here for here in hooks.on_method(module, pin.method))

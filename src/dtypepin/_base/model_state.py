@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtypepin._errors import warn
+from dtypepin._base.errors import warn
 
 _DICTS = ("_parameters", "_buffers", "_modules")
 

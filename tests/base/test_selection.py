@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import dtypepin
 from dtypepin import PinError, PinWarning
-from dtypepin._select import class_name, named
+from dtypepin._base.selection import class_name, named
 
 
 def model(**children):

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dtypepin import _hooks
-from dtypepin._audit import audit
-from dtypepin._cast import FLOATS, resolve_dtype, short
-from dtypepin._errors import PinError, warn
-from dtypepin._pin import select
-from dtypepin._plan import Plan, PlanRow
-from dtypepin._select import Named, Patterns, find, named
-from dtypepin._shares import Batch, Candidate, Lower, Shadows, as_float32, leaves, outputs
-from dtypepin._state import run_eagerly, untouched
+from dtypepin._advice.plan import Plan, PlanRow
+from dtypepin._advice.shares import Batch, Candidate, Lower, Shadows, as_float32, leaves, outputs
+from dtypepin._audit.recorder import audit
+from dtypepin._base.dtypes import FLOATS, resolve_dtype, short
+from dtypepin._base.errors import PinError, warn
+from dtypepin._base.model_state import run_eagerly, untouched
+from dtypepin._base.selection import Named, Patterns, find, named
+from dtypepin._pin import hooks
+from dtypepin._pin.verbs import select
 
 Metric = Callable[[Any, Any], float]
 Candidates = Patterns | Callable[[str, nn.Module], bool]
@@ -712,7 +712,7 @@ def _checked(
                     f"model: got {name!r} in {short(value.dtype)}, expected a float32 model to "
                     "compare with; model_dtype= is for one that will be cast as a whole"
                 )
-        if any(True for _ in _hooks.on(found.module)):
+        if any(True for _ in hooks.on(found.module)):
             raise PinError(
                 f"model: got {found.names[0]!r} pinned already, expected no pins; unpin(model) "
                 "takes them off"

@@ -21,13 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtypepin import _hooks, _params, _region
-from dtypepin._cast import map_tensors, short
-from dtypepin._errors import PinError
-from dtypepin._hooks import Pin
-from dtypepin._private import in_backward, in_functorch, register_global_forward_hook
-from dtypepin._region import Rule
-from dtypepin._report import (
+from dtypepin._audit.report import (
     BAD_INPUT,
     HONOURED,
     NEVER_RAN,
@@ -38,8 +32,14 @@ from dtypepin._report import (
     PinRow,
     by_severity,
 )
-from dtypepin._select import class_name, named
-from dtypepin._state import random_numbers_kept, run_eagerly
+from dtypepin._base.dtypes import map_tensors, short
+from dtypepin._base.errors import PinError
+from dtypepin._base.model_state import random_numbers_kept, run_eagerly
+from dtypepin._base.selection import class_name, named
+from dtypepin._base.torch_private import in_backward, in_functorch, register_global_forward_hook
+from dtypepin._pin import hooks, reads, region
+from dtypepin._pin.hooks import Pin
+from dtypepin._pin.region import Rule
 
 #: Ops that move, make or compare data and compute nothing in it; views are told by their schema.
 _MOVES = frozenset(
@@ -56,8 +56,8 @@ _MOVES = frozenset(
     """.split()  # noqa: SIM905 (one word a line otherwise)
 )
 
-_ENTER, _LEAVE = _region.enter.__code__, _region.leave.__code__
-_READ = _params.ParameterView.__getitem__.__code__
+_ENTER, _LEAVE = region.enter.__code__, region.leave.__code__
+_READ = reads.ParameterView.__getitem__.__code__
 
 
 class _Quiet(threading.local):
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.codes: set[CodeType] = set()
         self.calls: list[_Call] = []
         self.hooked = ExitStack()
-        self.last_frame: _region.Frame | None = None
+        self.last_frame: region.Frame | None = None
         self.twins: dict[nn.Module, _Seen] | None = None  # while a copy runs without pins
         self.twin_calls: list[nn.Module] = []
         self.first_bad = ""
@@ -260,14 +260,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.hooked.callback(before.remove)
         self.hooked.callback(register_global_forward_hook(self.leave_module))
         for module in self.rows:
-            for pin in _hooks.on(module):
+            for pin in hooks.on(module):
                 if pin.active:
                     self.watch(module, pin, True)
                 if pin.ran:
                     self.ran_before.append(pin)
                     pin.ran = False
-        _hooks.watchers.append(self.watch)
-        self.hooked.callback(_hooks.watchers.remove, self.watch)
+        hooks.watchers.append(self.watch)
+        self.hooked.callback(hooks.watchers.remove, self.watch)
 
     def watch(self, module: nn.Module, pin: Pin, came: bool) -> None:
         """A pin was put on a module, or is about to go."""
@@ -287,7 +287,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.pins[pin] = seen = _Seen(module, pin)
             here.append(seen)
             self.codes |= seen.codes
-            floats = [value for _, value in _params.own_floats(module)]
+            floats = [value for _, value in reads.own_floats(module)]
             for value in floats:
                 self.weights.setdefault(id(value), []).append(seen)
             if not floats:
@@ -333,17 +333,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.elsewhere() or not self.calls or self.calls[-1].module is not module:
             return
         self.look_at_inputs(self.calls[-1], kwargs)
-        pin = _hooks.top(module, "forward")
+        pin = hooks.top(module, "forward")
         if pin is None or pin not in self.pins:
             return
         seen = self.pins[pin]
-        if any(pin.number in block for block in _region.thread.disabled):
+        if any(pin.number in block for block in region.thread.disabled):
             seen.cause = "switched off by disabled()"
             return
         seen.calls += 1
         if seen.calls == 1:
-            seen.stored = _params.stored_bytes(module)
-        if not self.without_pins or in_backward() or _region.current() is not None:
+            seen.stored = reads.stored_bytes(module)
+        if not self.without_pins or in_backward() or region.current() is not None:
             return  # inside another pin's region, that one measures
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
@@ -367,7 +367,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if self.timing:
             row.seconds = (row.seconds or 0.0) + time.perf_counter() - call.start
-        if any(pin.method == "forward" for pin in _hooks.on(module)):
+        if any(pin.method == "forward" for pin in hooks.on(module)):
             # Global hooks come first: the pin has not cast the output back yet.
             call.result = ", ".join(_dtypes(output)) if _finite(output) else ""
             return
@@ -378,10 +378,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The output of a pinned module after its pin has cast it back, and its cast inputs."""
         if not self.elsewhere() and self.calls and self.calls[-1].module is module:
             self.look_at_output(self.calls[-1], output)
-            pin = _hooks.top(module, "forward")
+            pin = hooks.top(module, "forward")
             seen = self.known(pin)
             if pin is not None and seen is not None and not seen.not_cast:
-                seen.not_cast = _region.not_cast(pin, args, kwargs)
+                seen.not_cast = region.not_cast(pin, args, kwargs)
 
     def look_at_inputs(self, call: _Call, values: Any) -> None:
         row = call.row
@@ -395,14 +395,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         row = call.row
         assert row is not None
         self.calls.pop()
-        if not self.calls and _region.current() is None:
+        if not self.calls and region.current() is None:
             self.last_frame = None  # it keeps what its call was given
         row.dtype_out += [dtype for dtype in _dtypes(output) if dtype not in row.dtype_out]
         if _finite(output):
             return
         row.nonfinite_out += 1
         row.overflowed += bool(call.result)
-        seen = self.known(_hooks.top(call.module, "forward"))
+        seen = self.known(hooks.top(call.module, "forward"))
         if seen is not None:
             seen.bad += call.bad_in and not call.result
         if self.culprit is None or (not call.bad_in and any(call is c for c in self.around)):
@@ -422,7 +422,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def drop_stale(self) -> None:
         """Forget calls that an exception ended: torch calls no hook after it."""
-        while self.calls and not _region.is_running(self.calls[-1].owner):
+        while self.calls and not region.is_running(self.calls[-1].owner):
             self.calls.pop()
 
     def run_without(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -440,7 +440,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _other_random_numbers_kept(),
                 # Those of a checkpoint outside would keep what is saved here.
                 torch.autograd.graph.saved_tensors_hooks(_same, _same),
-                _region.disabled(list(self.pins)),
+                region.disabled(list(self.pins)),
             ):
                 twin(*args, **kwargs)
         except Exception as error:
@@ -484,7 +484,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.look_at_cast(by, args[0], out, back)
         dtype = _compute_dtype(func, name, (args, kwargs), out)
         row = self.calls[-1].row if self.calls else None
-        frame = _region.current()
+        frame = region.current()
         seen = self.pins.get(frame.rule) if frame is not None and frame.dtype is not None else None
         if seen is not None and frame is not None and frame is not self.last_frame:
             self.last_frame = frame
@@ -515,7 +515,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in args:
             for seen in self.weights.get(id(value), ()):
                 own = self.calls[-1].module
-                if own is seen.module or all(value is not v for _, v in _params.own_floats(own)):
+                if own is seen.module or all(value is not v for _, v in reads.own_floats(own)):
                     self.explain(seen, _running_method(seen))  # else it is tied
         if self.weightless:
             frame: FrameType | None = sys._getframe(1)
@@ -609,7 +609,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls=calls,
             verdict=verdict,
             detail=detail,
-            stored_bytes=seen.stored or _params.stored_bytes(module),
+            stored_bytes=seen.stored or reads.stored_bytes(module),
             cast_bytes=seen.bytes // max(calls, 1),
         )
 
@@ -632,11 +632,11 @@ def _copy(
     """
     memo: dict[int, Any] = {id(recorder): recorder}
     for part in module.modules():
-        for pin in _hooks.on(part):
+        for pin in hooks.on(part):
             memo[id(pin)] = pin
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            memo[id(hooks)] = OrderedDict(
-                (key, hook) for key, hook in hooks.items() if not isinstance(hook, _Hook)
+        for kind in (part._forward_pre_hooks, part._forward_hooks):
+            memo[id(kind)] = OrderedDict(
+                (key, hook) for key, hook in kind.items() if not isinstance(hook, _Hook)
             )
 
     def clone(tensor: Tensor) -> Tensor:
@@ -726,7 +726,7 @@ def _loses_nothing(seen: _Seen, row: ModuleRow | None) -> bool:
     """Whether a pin whose module only moves data casts to a wider dtype and back, if at all."""
     names = row.dtype_in + row.dtype_out if row is not None else []
     dtypes = [getattr(torch, name) for name in names]
-    dtypes += [value.dtype for _, value in _params.own_floats(seen.module)]
+    dtypes += [value.dtype for _, value in reads.own_floats(seen.module)]
     want = seen.rule.dtype
     wider = all(torch.promote_types(dtype, want) is want for dtype in dtypes)
     return not seen.bytes or (wider and seen.rule.output == "restore")
@@ -743,10 +743,10 @@ def _who_casts() -> tuple[Rule | None, bool]:
             rule: Rule = frame.f_locals["rule"]
             return rule, False
         if code is _LEAVE:
-            left: _region.Frame = frame.f_locals["frame"]
+            left: region.Frame = frame.f_locals["frame"]
             return left.rule, True
         if code is _READ:
-            current = _region.current()
+            current = region.current()
             return None if current is None else current.rule, False
         frame = frame.f_back
     return None, False

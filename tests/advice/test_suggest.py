@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import dtypepin
-from dtypepin import PinError, PinWarning, _suggest
-from dtypepin._plan import Plan, PlanRow
-from dtypepin._select import named
-from dtypepin._shares import Candidate
+from dtypepin import PinError, PinWarning
+from dtypepin._advice import suggest as suggesting
+from dtypepin._advice.plan import Plan, PlanRow
+from dtypepin._advice.shares import Candidate
+from dtypepin._base.selection import named
 
 BF16, F16, F32 = torch.bfloat16, torch.half, torch.float32
 
@@ -126,7 +127,7 @@ def test_what_is_not_needed_is_given_back(monkeypatch):
     tolerances = [0.95, 0.9, 0.85, 0.8, 0.7, 0.6]
     prices = [price(tolerance) for tolerance in tolerances]
     monkeypatch.setattr(
-        _suggest._Search, "_make_cheaper", lambda self, best, *_: setattr(self, "best", best)
+        suggesting._Search, "_make_cheaper", lambda self, best, *_: setattr(self, "best", best)
     )
     without = [price(tolerance) for tolerance in tolerances]
     assert all(a <= b for a, b in zip(prices, without, strict=True))
@@ -134,7 +135,7 @@ def test_what_is_not_needed_is_given_back(monkeypatch):
 
 
 def test_the_search_stops_within_eight_percent_of_the_squared_target():
-    class Known(_suggest._Search):
+    class Known(suggesting._Search):
         """Every pin takes 0.01 of the squared error; the shares say half of that."""
 
         def __init__(self):
@@ -185,7 +186,7 @@ def test_what_meets_the_target_is_made_cheaper(gains, bought, left):
 
     asked = []
 
-    class Known(_suggest._Search):
+    class Known(suggesting._Search):
         def __init__(self):
             self.base, self.total, self.output = 1.0, 1.0, "restore"
             self.target = math.sqrt(0.7)
@@ -223,7 +224,7 @@ def test_the_search_stops_where_it_gets_dear(monkeypatch, probes, most):
     def one_less(self, order, fails, meets, halve):
         return meets - 1  # a search that would take as many runs as there are modules
 
-    monkeypatch.setattr(_suggest._Search, "_next", one_less)
+    monkeypatch.setattr(suggesting._Search, "_next", one_less)
     plan = dtypepin.suggest(transformer(24), smooth(32, 16), probes=probes, max_runs=40)
     assert plan.reached
     assert most - 1 < plan.forward_equivalents <= most  # at least three runs
@@ -896,7 +897,7 @@ def test_progress(capsys, monkeypatch):
     assert any(line.startswith("run with") for line in lines)
     dtypepin.suggest(transformer(), smooth(32, 16))
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(_suggest.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(suggesting.sys.stderr, "isatty", lambda: True, raising=False)
     dtypepin.suggest(transformer(), smooth(32, 16))
     assert "dtypepin.suggest: one run in low precision" in capsys.readouterr().err
 

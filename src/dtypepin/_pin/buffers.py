@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from dtypepin._cast import cast
-from dtypepin._private import in_functorch, is_exporting, is_tracing
+from dtypepin._base.dtypes import cast
+from dtypepin._base.torch_private import in_functorch, is_exporting, is_tracing
 
 
 class BufferCast:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dtypepin
-from dtypepin import _private, _refuse, _region
+from dtypepin._base import torch_private
+from dtypepin._pin import refusals, region
 from helpers import Seen
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -175,7 +176,7 @@ def test_checkpointing_gives_the_gradients_of_a_plain_run(kind, override):  # F3
 
     again = run(checkpointed)
     assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))
-    assert not _region.thread.frames
+    assert not region.thread.frames
     assert set(m.last[0].seen) == {(F32, F32, F32)}
 
 
@@ -286,7 +287,7 @@ def test_the_fast_path_of_a_transformer_layer_does_not_go_past_a_pin(pattern, re
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     inputs = torch.randn(2, 3, 8)
     expected = layer(inputs)
-    if _private.FAST_PATH_SEES_HOOKS:
+    if torch_private.FAST_PATH_SEES_HOOKS:
         pins = dtypepin.apply(layer, f"^{pattern}$", dtype="float64")
     else:  # old torch: said at once, with the way out
         with pytest.warns(dtypepin.PinWarning, match="set_fastpath_enabled"):
@@ -300,7 +301,7 @@ def test_the_fast_path_of_a_transformer_layer_does_not_go_past_a_pin(pattern, re
 
 
 def test_where_the_fast_path_goes_past_a_pin_it_is_said(monkeypatch):  # N2
-    monkeypatch.setattr(_refuse, "FAST_PATH_SEES_HOOKS", False)
+    monkeypatch.setattr(refusals, "FAST_PATH_SEES_HOOKS", False)
     layers = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
     )
@@ -334,4 +335,4 @@ def test_pins_removed_inside_their_own_call():
     with torch.autocast("cpu", BF16):
         m(x())
     assert m(x()).dtype is BF16
-    assert _region.current() is None
+    assert region.current() is None

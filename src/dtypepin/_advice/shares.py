@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypepin._cast import FLOATS, cast, map_tensors
-from dtypepin._pin import pin_dtype
-from dtypepin._select import Named
-from dtypepin._state import ModelState, generators, random_numbers_kept
+from dtypepin._base.dtypes import FLOATS, cast, map_tensors
+from dtypepin._base.model_state import ModelState, generators, random_numbers_kept
+from dtypepin._base.selection import Named
+from dtypepin._pin.verbs import pin_dtype
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import dtypepin
 from dtypepin import PinError
-from dtypepin._cast import map_tensors, resolve_dtype
+from dtypepin._base.dtypes import map_tensors, resolve_dtype
 
 
 @pytest.mark.parametrize(

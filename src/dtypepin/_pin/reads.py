@@ -20,10 +20,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dtypepin._buffers import BufferCast
-from dtypepin._cast import FLOATS, cast
-from dtypepin._private import in_recomputation, run_by_dynamo
-from dtypepin._region import Frame, Rule, current, thread
+from dtypepin._base.dtypes import FLOATS, cast
+from dtypepin._base.torch_private import in_recomputation, run_by_dynamo
+from dtypepin._pin.buffers import BufferCast
+from dtypepin._pin.region import Frame, Rule, current, thread
 
 
 class Stored:

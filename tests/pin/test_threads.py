@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dtypepin
-from dtypepin import _hooks, _region
+from dtypepin._pin import hooks, region
 
 DTYPES = [torch.half, torch.bfloat16, torch.float32, torch.float64]
 
@@ -81,7 +81,7 @@ def test_who_changes_pins_waits_for_the_other():
     m = nn.Linear(4, 4)
     pins = dtypepin.apply(m, "^$")
     for change in (pins.remove, lambda: dtypepin.apply(m, "^$"), lambda: dtypepin.unpin(m)):
-        with _hooks.changing:
+        with hooks.changing:
             worker = threading.Thread(target=change)
             worker.start()
             worker.join(0.1)
@@ -98,5 +98,5 @@ def test_threads_that_ended_leave_no_frames():
         worker = threading.Thread(target=m, args=(torch.ones(1, 4),))
         worker.start()
         worker.join()
-    gone = _region._frames_of_threads.keys() - sys._current_frames().keys()
+    gone = region._frames_of_threads.keys() - sys._current_frames().keys()
     assert len(gone) <= 1  # the last one's

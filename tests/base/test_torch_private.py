@@ -1,4 +1,4 @@
-"""Each private torch name in dtypepin/_private.py does what is assumed, and can be missing."""
+"""Each private torch name in _base/torch_private.py does what is assumed, and can be missing."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ import torch
 from torch import nn
 
 import dtypepin
-from dtypepin import _hooks, _private
+from dtypepin._base import torch_private
+from dtypepin._pin import hooks
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def test_any_autocast_enabled_is_torchs_own_and_right():
-    assert _private.any_autocast_enabled is torch._C._is_any_autocast_enabled
-    assert _private.is_tracing is torch._C._is_tracing
-    assert _private.any_autocast_enabled() is False
+    assert torch_private.any_autocast_enabled is torch._C._is_any_autocast_enabled
+    assert torch_private.is_tracing is torch._C._is_tracing
+    assert torch_private.any_autocast_enabled() is False
     with torch.autocast("cpu", torch.bfloat16):
-        assert _private.any_autocast_enabled() is True
+        assert torch_private.any_autocast_enabled() is True
         with torch.autocast("cpu", enabled=False):
-            assert _private.any_autocast_enabled() is False
-    assert _private._unknown_autocast() is True  # the public question is asked then
+            assert torch_private.any_autocast_enabled() is False
+    assert torch_private._unknown_autocast() is True  # the public question is asked then
 
 
 def test_in_functorch_knows_every_transform():
-    assert not _private.in_functorch()
+    assert not torch_private.in_functorch()
     seen = []
 
     def function(x):
-        seen.append(_private.in_functorch())
+        seen.append(torch_private.in_functorch())
         return x.sum()
 
     x = torch.ones(3)
@@ -43,13 +44,13 @@ def test_in_functorch_knows_every_transform():
     torch.func.vmap(function)(torch.ones(2, 3))
     torch.func.jvp(function, (x,), (x,))
     assert seen == [True] * 3
-    assert not _private.in_functorch()
+    assert not torch_private.in_functorch()
 
 
 def test_is_exporting_is_true_in_export_alone():
     class Probe(nn.Module):
         def forward(self, x):
-            return x + (1 if _private.is_exporting() else 2)
+            return x + (1 if torch_private.is_exporting() else 2)
 
     x = torch.zeros(1)
     assert Probe()(x) == 2
@@ -57,8 +58,8 @@ def test_is_exporting_is_true_in_export_alone():
     assert torch.jit.trace(Probe(), x)(x) == 2
     assert torch.compile(Probe(), backend="eager")(x) == 2
     assert Probe()(x) == 2
-    known = getattr(torch.compiler, "is_exporting", _private._is_exporting)
-    assert _private.is_exporting is known
+    known = getattr(torch.compiler, "is_exporting", torch_private._is_exporting)
+    assert torch_private.is_exporting is known
 
 
 def test_renumber_gives_a_hook_its_old_id_and_place():
@@ -73,7 +74,7 @@ def test_renumber_gives_a_hook_its_old_id_and_place():
     module.register_forward_hook(hook("other"))
     again = module.register_forward_hook(hook("again"), prepend=True, always_call=True)
     new = again.id
-    _private.renumber(again, old)
+    torch_private.renumber(again, old)
     assert again.id == old
     assert next(iter(module._forward_hooks)) == old
     assert new not in module._forward_hooks
@@ -82,7 +83,7 @@ def test_renumber_gives_a_hook_its_old_id_and_place():
     assert order == ["again", "other"]
     last = module.register_forward_hook(hook("last"))
     kept = last.id
-    _private.renumber(last, old)  # taken
+    torch_private.renumber(last, old)  # taken
     assert last.id == kept
     again.remove()
     assert old not in module._forward_hooks
@@ -90,18 +91,18 @@ def test_renumber_gives_a_hook_its_old_id_and_place():
 
 
 def test_dynamo_takes_the_marks():
-    assert _hooks.SAFE_ACROSS_GRAPH_BREAKS is True
+    assert hooks.SAFE_ACROSS_GRAPH_BREAKS is True
     marked = []
-    assert _private._marker() is not None
+    assert torch_private._marker() is not None
 
     def collect():
         return marked.append
 
-    original, _private._marker = _private._marker, collect
+    original, torch_private._marker = torch_private._marker, collect
     try:
-        assert _private.keep_out_of_dynamo_frames(_hooks)
+        assert torch_private.keep_out_of_dynamo_frames(hooks)
     finally:
-        _private._marker = original
+        torch_private._marker = original
     names = {code.co_name for code in marked}
     assert {"before", "after", "__call__", "attach", "_passed_through"} <= names
     assert "__wrapped__" in names  # a property
@@ -111,13 +112,13 @@ def test_dynamo_takes_the_marks():
 @pytest.mark.parametrize(("version", "drops"), [((2, 4), 3), ((2, 13), 1)])
 def test_compiled_code_is_dropped_only_where_dynamo_would_not_notice(monkeypatch, version, drops):
     torch.compile(nn.Identity(), backend="eager")  # loads dynamo
-    assert _private._TORCH == TORCH
-    monkeypatch.setattr(_private, "_TORCH", version)
+    assert torch_private._TORCH == TORCH
+    monkeypatch.setattr(torch_private, "_TORCH", version)
     dropped = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(True))
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         for _ in range(3):
-            _private.see_hooks()
+            torch_private.see_hooks()
             told = not torch._dynamo.config.skip_nnmodule_hook_guards
             assert told is (version > (2, 4))
     assert len(dropped) == drops
@@ -132,7 +133,7 @@ def test_without_the_switch_compiled_code_is_dropped_each_time(monkeypatch):
     monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(True))
     monkeypatch.setitem(sys.modules, "torch._dynamo.config", object())
     for _ in range(3):
-        _private.see_hooks()
+        torch_private.see_hooks()
     assert len(dropped) == 3
 
 
@@ -154,7 +155,7 @@ for _ in range(2):
     with dtypepin.pin_dtype(nn.Linear(8, 8), "^$"):
         pass
 assert "torch._dynamo" not in sys.modules
-finders = [finder for finder in sys.meta_path if type(finder).__module__ == "dtypepin._private"]
+finders = [f for f in sys.meta_path if type(f).__module__ == "dtypepin._base.torch_private"]
 assert len(finders) == 1, finders
 import torch._dynamo.config
 assert torch._dynamo.config.skip_nnmodule_hook_guards is False
@@ -174,10 +175,11 @@ import sys, torch, warnings
 from torch import nn
 {remove}
 import dtypepin
-from dtypepin import _private, _hooks
+from dtypepin._base import torch_private
+from dtypepin._pin import hooks
 {restore}
 assert {fallback}
-if not _hooks.SAFE_ACROSS_GRAPH_BREAKS:  # torch 2.4 loads dynamo by itself, and then it is said
+if not hooks.SAFE_ACROSS_GRAPH_BREAKS:  # torch 2.4 loads dynamo by itself, and then it is said
     warnings.filterwarnings("ignore", "torch .* does not let hooks be kept out")
 torch.manual_seed(0)
 for autocast in (False, True):
@@ -211,34 +213,34 @@ MISSING = {
     "any_autocast": (
         "had = torch._C._is_any_autocast_enabled; del torch._C._is_any_autocast_enabled",
         "torch._C._is_any_autocast_enabled = had",
-        "_private.any_autocast_enabled is _private._unknown_autocast",
+        "torch_private.any_autocast_enabled is torch_private._unknown_autocast",
     ),
     "is_tracing": (
         "had = torch._C._is_tracing; torch.jit.is_tracing = lambda: had(); "
         "del torch._C._is_tracing",
         "torch._C._is_tracing = had",
-        "_private.is_tracing is torch.jit.is_tracing",
+        "torch_private.is_tracing is torch.jit.is_tracing",
     ),
     "is_exporting": (
         "had = vars(torch.compiler).pop('is_exporting', None)",
         "vars(torch.compiler).update(is_exporting=had) if had else None",
-        "_private.is_exporting is _private._is_exporting",
+        "torch_private.is_exporting is torch_private._is_exporting",
     ),
     "functorch": (
         "import types; fake = types.SimpleNamespace(_C=None, compiler=torch.compiler)",
-        "_private.torch = fake",
-        "_private.in_functorch() is False",
+        "torch_private.torch = fake",
+        "torch_private.in_functorch() is False",
     ),
     "eval_frame": (
         "had = sys.modules['torch._C._dynamo']; sys.modules['torch._C._dynamo'] = None",
         "sys.modules['torch._C._dynamo'] = had",
-        "_hooks.SAFE_ACROSS_GRAPH_BREAKS is False",
+        "hooks.SAFE_ACROSS_GRAPH_BREAKS is False",
     ),
     "strategies": (
         "from torch._C._dynamo import eval_frame; had = dict(vars(eval_frame)); "
         "[vars(eval_frame).pop(n, None) for n in ('set_code_exec_strategy', 'skip_code')]",
         "vars(eval_frame).update(had)",
-        "_hooks.SAFE_ACROSS_GRAPH_BREAKS is False",
+        "hooks.SAFE_ACROSS_GRAPH_BREAKS is False",
     ),
 }
 
@@ -248,7 +250,7 @@ def test_autocast_at_the_beginning_of_a_trace_is_known():
 
     def code(x):
         with torch.autocast("cpu", enabled=not outside):
-            found.append(_private.autocast_outside("cpu"))
+            found.append(torch_private.autocast_outside("cpu"))
             return x + 1
 
     for outside in (True, False):
@@ -256,7 +258,7 @@ def test_autocast_at_the_beginning_of_a_trace_is_known():
         with torch.autocast("cpu", torch.bfloat16, enabled=outside):
             torch.compile(code, backend="eager", fullgraph=True)(torch.ones(1))
     assert found == [True, False]
-    assert _private.autocast_outside("cpu")  # not asked by a trace: no harm
+    assert torch_private.autocast_outside("cpu")  # not asked by a trace: no harm
 
 
 @pytest.mark.parametrize("name", MISSING)
@@ -272,7 +274,7 @@ def test_eager_pins_are_right_without(name):
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_it_is_said_where_a_graph_break_may_lose_a_pin(monkeypatch, loaded):
-    monkeypatch.setattr(_hooks, "SAFE_ACROSS_GRAPH_BREAKS", False)
+    monkeypatch.setattr(hooks, "SAFE_ACROSS_GRAPH_BREAKS", False)
     importlib.import_module("torch._dynamo")
     model = torch.nn.LayerNorm(2)
     if loaded:
@@ -288,7 +290,7 @@ def test_renumber_without_the_old_dicts_leaves_the_hook_as_it_is():
     handle = module.register_forward_hook(lambda *_: None)
     kept = handle.id
     handle.hooks_dict_ref = lambda: None
-    _private.renumber(handle, kept + 1000)
+    torch_private.renumber(handle, kept + 1000)
     assert handle.id == kept
 
 
@@ -303,7 +305,7 @@ def test_a_hook_is_never_without_its_flags_while_it_is_renumbered():
     module._forward_pre_hooks = Watching()
     handle = module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
     seen.clear()
-    _private.renumber(handle, handle.id + 1000)
+    torch_private.renumber(handle, handle.id + 1000)
     assert seen == [True]
     assert list(module._forward_pre_hooks) == list(module._forward_pre_hooks_with_kwargs)
 
@@ -311,7 +313,7 @@ def test_a_hook_is_never_without_its_flags_while_it_is_renumbered():
 @needs_guards
 def test_dynamo_is_told_in_every_thread():
     torch.compile(nn.Identity(), backend="eager")  # loads dynamo
-    _private.see_hooks()
+    torch_private.see_hooks()
     told = []
 
     def look():

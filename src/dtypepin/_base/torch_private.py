@@ -1,6 +1,6 @@
 """Every private name of torch that dtypepin uses, each with a correct fallback.
 
-``tests/test_private.py`` notices when a torch release moves one of them.
+``tests/base/test_torch_private.py`` notices when a torch release moves one of them.
 """
 
 from __future__ import annotations

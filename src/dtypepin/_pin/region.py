@@ -18,13 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from dtypepin._buffers import BufferCast
-from dtypepin._cast import CASTS, FLOATS, cast, map_changed, map_tensors, short
-from dtypepin._errors import PinError
-from dtypepin._private import any_autocast_enabled, autocast_outside, is_exporting, is_tracing
+from dtypepin._base.dtypes import CASTS, FLOATS, cast, map_changed, map_tensors, short
+from dtypepin._base.errors import PinError
+from dtypepin._base.torch_private import (
+    any_autocast_enabled,
+    autocast_outside,
+    is_exporting,
+    is_tracing,
+)
+from dtypepin._pin.buffers import BufferCast
 
 if TYPE_CHECKING:
-    from dtypepin._params import ParameterView
+    from dtypepin._pin.reads import ParameterView
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import dtypepin
-from dtypepin import PinError, _audit, _hooks, _region
+from dtypepin import PinError
+from dtypepin._audit import recorder
+from dtypepin._pin import hooks, region
 
 BF16, F16, F32 = torch.bfloat16, torch.half, torch.float32
 
@@ -51,8 +53,8 @@ def left_behind(model):
         len(_get_current_dispatch_mode_stack()),
         {key: value.tolist() for key, value in model.state_dict().items()},
         torch.get_rng_state().tolist(),
-        _audit._quiet.on,
-        list(_region.thread.disabled),
+        recorder._quiet.on,
+        list(region.thread.disabled),
     )
 
 
@@ -627,7 +629,7 @@ def test_an_inner_pin_that_the_extra_run_did_not_reach_is_said_to_be_unmeasured(
 def test_an_extra_run_that_fails_says_nothing_but_dtypes_that_clash_do():
     class Force(nn.Linear):
         def forward(self, x):
-            if not _audit._quiet.on and fails and self.weight.dtype is x.dtype is BF16:
+            if not recorder._quiet.on and fails and self.weight.dtype is x.dtype is BF16:
                 raise ValueError("only where it is not pinned")
             (grad,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
             return grad
@@ -676,23 +678,23 @@ def test_casts_alone_are_an_effect_where_something_changes(module, dtype, output
 
 def test_pins_that_come_and_go_inside_the_block():
     m = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
-    hooks = []
+    counts = []
     with dtypepin.audit(m) as report:
         with dtypepin.pin_dtype(m, "1"):
             pass
         for _ in range(3):
             with dtypepin.pin_dtype(m, "1"):
                 m(x())
-            hooks.append(len(m[1]._forward_pre_hooks))
+            counts.append(len(m[1]._forward_pre_hooks))
     (pin,) = report.pins
     assert (pin.verdict, pin.calls, pin.cast_bytes) == ("honoured", 3, 2 * 4 * 4 + 3 * 4 * (4 + 2))
-    assert hooks == [1, 1, 1]
+    assert counts == [1, 1, 1]
     assert not m[1]._forward_pre_hooks
     m.float()
     with dtypepin.audit(m) as report, dtypepin.pin_dtype(m, "1"):
         m(x(F32))
     assert verdicts(report) == {"1": ("no effect", "it computes in float32 without pins too")}
-    assert not _hooks.watchers
+    assert not hooks.watchers
 
 
 def test_copies_made_inside_the_block_carry_no_recorder():
@@ -704,7 +706,7 @@ def test_copies_made_inside_the_block_carry_no_recorder():
         loaded = pickle.loads(pickle.dumps(m))
         for twin in (before, after, loaded):
             assert twin(x()).dtype is BF16
-            assert len(list(_hooks.on(twin[0]))) == 1
+            assert len(list(hooks.on(twin[0]))) == 1
     assert [pin.calls for pin in report.pins] == [1]
     for twin in (before, after, loaded):
         twin(x())
@@ -827,8 +829,8 @@ def test_nothing_is_left_behind(error, where):
         assert where != "extra run" or error is not ValueError
     pins.remove()
     assert left_behind(m) == before
-    _region.current()
-    assert not _region.thread.frames
+    region.current()
+    assert not region.thread.frames
     assert {r.name for r in report.modules} >= {"", "0", "1"}
     with dtypepin.audit(m) as report:
         m[0](value)

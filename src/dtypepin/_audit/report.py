@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dtypepin._errors import PinError
+from dtypepin._base.errors import PinError
 
 HONOURED, PARTLY, NO_EFFECT = "honoured", "partly", "no effect"
 NEVER_RAN, BAD_INPUT = "never ran", "input already non-finite"
