@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtypepin._pin import region
+from dtypepin._pin import frames
 
 torch.set_num_threads(1)  # the models are tiny
 
@@ -21,7 +21,7 @@ def pytest_addoption(parser):
 def clean():
     torch.manual_seed(0)
     yield
-    assert region.current() is None, "a test left a pinned region open"
+    assert frames.current() is None, "a test left a pinned region open"
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
 
 

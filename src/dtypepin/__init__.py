@@ -6,7 +6,8 @@ from dtypepin._audit.recorder import audit
 from dtypepin._audit.report import AuditReport
 from dtypepin._base.errors import PinError, PinWarning
 from dtypepin._pin.handles import PinHandle, PinHandles
-from dtypepin._pin.verbs import Selection, apply, pin_dtype, select, unpin
+from dtypepin._pin.rows import Selection
+from dtypepin._pin.verbs import apply, pin_dtype, select, unpin
 
 __all__ = [
     "AuditReport",

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import dtypepin
 from dtypepin import PinError
 from dtypepin._audit import recorder
-from dtypepin._pin import hooks, region
+from dtypepin._pin import frames, hooks
 
 BF16, F16, F32 = torch.bfloat16, torch.half, torch.float32
 
@@ -54,7 +54,7 @@ def left_behind(model):
         {key: value.tolist() for key, value in model.state_dict().items()},
         torch.get_rng_state().tolist(),
         recorder._quiet.on,
-        list(region.thread.disabled),
+        list(frames.thread.disabled),
     )
 
 
@@ -829,8 +829,8 @@ def test_nothing_is_left_behind(error, where):
         assert where != "extra run" or error is not ValueError
     pins.remove()
     assert left_behind(m) == before
-    region.current()
-    assert not region.thread.frames
+    frames.current()
+    assert not frames.thread.frames
     assert {r.name for r in report.modules} >= {"", "0", "1"}
     with dtypepin.audit(m) as report:
         m[0](value)

@@ -10,7 +10,8 @@ from torch import nn
 
 import dtypepin
 from dtypepin import PinError
-from dtypepin._base.dtypes import map_tensors, resolve_dtype
+from dtypepin._base.dtypes import resolve_dtype
+from dtypepin._base.nested import map_tensors
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 
 import dtypepin
 from dtypepin._base import torch_private
-from dtypepin._pin import hooks
+from dtypepin._pin import hooks, methods
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -100,7 +100,7 @@ def test_dynamo_takes_the_marks():
 
     original, torch_private._marker = torch_private._marker, collect
     try:
-        assert torch_private.keep_out_of_dynamo_frames(hooks)
+        assert torch_private.keep_out_of_dynamo_frames(hooks, methods)
     finally:
         torch_private._marker = original
     names = {code.co_name for code in marked}
@@ -176,7 +176,7 @@ from torch import nn
 {remove}
 import dtypepin
 from dtypepin._base import torch_private
-from dtypepin._pin import hooks
+from dtypepin._pin import hooks, methods
 {restore}
 assert {fallback}
 if not hooks.SAFE_ACROSS_GRAPH_BREAKS:  # torch 2.4 loads dynamo by itself, and then it is said

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtypepin
 from dtypepin._base import torch_private
-from dtypepin._pin import refusals, region
+from dtypepin._pin import frames, refusals
 from helpers import Seen
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -176,7 +176,7 @@ def test_checkpointing_gives_the_gradients_of_a_plain_run(kind, override):  # F3
 
     again = run(checkpointed)
     assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))
-    assert not region.thread.frames
+    assert not frames.thread.frames
     assert set(m.last[0].seen) == {(F32, F32, F32)}
 
 
@@ -335,4 +335,4 @@ def test_pins_removed_inside_their_own_call():
     with torch.autocast("cpu", BF16):
         m(x())
     assert m(x()).dtype is BF16
-    assert region.current() is None
+    assert frames.current() is None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dtypepin
-from dtypepin._pin import hooks, region
+from dtypepin._pin import frames, hooks
 
 DTYPES = [torch.half, torch.bfloat16, torch.float32, torch.float64]
 
@@ -98,5 +98,5 @@ def test_threads_that_ended_leave_no_frames():
         worker = threading.Thread(target=m, args=(torch.ones(1, 4),))
         worker.start()
         worker.join()
-    gone = region._frames_of_threads.keys() - sys._current_frames().keys()
+    gone = frames._frames_of_threads.keys() - sys._current_frames().keys()
     assert len(gone) <= 1  # the last one's

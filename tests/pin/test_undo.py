@@ -497,7 +497,7 @@ def test_what_ran_out_of_memory_can_be_tried_again(grad, monkeypatch):
         return tensor.to(dtype)
 
     with monkeypatch.context() as patched:
-        patched.setattr(dtypepin._pin.reads, "cast", fails)
+        patched.setattr(dtypepin._pin.storage, "cast", fails)
         with pytest.raises(torch.OutOfMemoryError):
             dtypepin.apply(m, "", override_parameters=True)
     assert picture(m) == before
@@ -508,7 +508,7 @@ def test_what_ran_out_of_memory_can_be_tried_again(grad, monkeypatch):
     pins = dtypepin.apply(m, "", override_parameters=True)
     wanted = BF16
     with monkeypatch.context() as patched:
-        patched.setattr(dtypepin._pin.reads, "cast", fails)
+        patched.setattr(dtypepin._pin.storage, "cast", fails)
         with pytest.raises(PinError, match="no"):
             pins.remove()
     assert m(x()).dtype is BF16  # still pinned

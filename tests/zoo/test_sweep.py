@@ -5,7 +5,7 @@ import sweep
 import torch
 from torch import nn
 
-from dtypepin._pin import handles, hooks, region
+from dtypepin._pin import arguments, handles, hooks, region
 
 pytestmark = pytest.mark.zoo
 
@@ -121,7 +121,7 @@ def only_the_first_is_cast(monkeypatch):
         first = args[0]
         return first, None if first.dtype is dtype else ((first.to(dtype), *args[1:]), kwargs)
 
-    monkeypatch.setattr(region, "_cast_all", cast_all)
+    monkeypatch.setattr(arguments, "cast_all", cast_all)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypepin._base.dtypes import FLOATS, cast, map_tensors
+from dtypepin._base.dtypes import FLOATS, cast
 from dtypepin._base.model_state import ModelState, generators, random_numbers_kept
+from dtypepin._base.nested import map_tensors
 from dtypepin._base.selection import Named
 from dtypepin._pin.verbs import pin_dtype
 

@@ -32,14 +32,15 @@ from dtypepin._audit.report import (
     PinRow,
     by_severity,
 )
-from dtypepin._base.dtypes import map_tensors, short
+from dtypepin._base.dtypes import short
 from dtypepin._base.errors import PinError
 from dtypepin._base.model_state import random_numbers_kept, run_eagerly
+from dtypepin._base.nested import map_tensors
 from dtypepin._base.selection import class_name, named
 from dtypepin._base.torch_private import in_backward, in_functorch, register_global_forward_hook
-from dtypepin._pin import hooks, reads, region
+from dtypepin._pin import arguments, frames, hooks, reads, region, storage
+from dtypepin._pin.frames import Rule
 from dtypepin._pin.hooks import Pin
-from dtypepin._pin.region import Rule
 
 #: Ops that move, make or compare data and compute nothing in it; views are told by their schema.
 _MOVES = frozenset(
@@ -235,7 +236,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.codes: set[CodeType] = set()
         self.calls: list[_Call] = []
         self.hooked = ExitStack()
-        self.last_frame: region.Frame | None = None
+        self.last_frame: frames.Frame | None = None
         self.twins: dict[nn.Module, _Seen] | None = None  # while a copy runs without pins
         self.twin_calls: list[nn.Module] = []
         self.first_bad = ""
@@ -337,13 +338,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if pin is None or pin not in self.pins:
             return
         seen = self.pins[pin]
-        if any(pin.number in block for block in region.thread.disabled):
+        if any(pin.number in block for block in frames.thread.disabled):
             seen.cause = "switched off by disabled()"
             return
         seen.calls += 1
         if seen.calls == 1:
-            seen.stored = reads.stored_bytes(module)
-        if not self.without_pins or in_backward() or region.current() is not None:
+            seen.stored = storage.stored_bytes(module)
+        if not self.without_pins or in_backward() or frames.current() is not None:
             return  # inside another pin's region, that one measures
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
@@ -381,7 +382,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pin = hooks.top(module, "forward")
             seen = self.known(pin)
             if pin is not None and seen is not None and not seen.not_cast:
-                seen.not_cast = region.not_cast(pin, args, kwargs)
+                seen.not_cast = arguments.not_cast(pin, args, kwargs)
 
     def look_at_inputs(self, call: _Call, values: Any) -> None:
         row = call.row
@@ -395,7 +396,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         row = call.row
         assert row is not None
         self.calls.pop()
-        if not self.calls and region.current() is None:
+        if not self.calls and frames.current() is None:
             self.last_frame = None  # it keeps what its call was given
         row.dtype_out += [dtype for dtype in _dtypes(output) if dtype not in row.dtype_out]
         if _finite(output):
@@ -422,7 +423,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def drop_stale(self) -> None:
         """Forget calls that an exception ended: torch calls no hook after it."""
-        while self.calls and not region.is_running(self.calls[-1].owner):
+        while self.calls and not frames.is_running(self.calls[-1].owner):
             self.calls.pop()
 
     def run_without(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -440,7 +441,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _other_random_numbers_kept(),
                 # Those of a checkpoint outside would keep what is saved here.
                 torch.autograd.graph.saved_tensors_hooks(_same, _same),
-                region.disabled(list(self.pins)),
+                frames.disabled(list(self.pins)),
             ):
                 twin(*args, **kwargs)
         except Exception as error:
@@ -484,7 +485,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.look_at_cast(by, args[0], out, back)
         dtype = _compute_dtype(func, name, (args, kwargs), out)
         row = self.calls[-1].row if self.calls else None
-        frame = region.current()
+        frame = frames.current()
         seen = self.pins.get(frame.rule) if frame is not None and frame.dtype is not None else None
         if seen is not None and frame is not None and frame is not self.last_frame:
             self.last_frame = frame
@@ -609,7 +610,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls=calls,
             verdict=verdict,
             detail=detail,
-            stored_bytes=seen.stored or reads.stored_bytes(module),
+            stored_bytes=seen.stored or storage.stored_bytes(module),
             cast_bytes=seen.bytes // max(calls, 1),
         )
 
@@ -743,10 +744,10 @@ def _who_casts() -> tuple[Rule | None, bool]:
             rule: Rule = frame.f_locals["rule"]
             return rule, False
         if code is _LEAVE:
-            left: region.Frame = frame.f_locals["frame"]
+            left: frames.Frame = frame.f_locals["frame"]
             return left.rule, True
         if code is _READ:
-            current = region.current()
+            current = frames.current()
             return None if current is None else current.rule, False
         frame = frame.f_back
     return None, False

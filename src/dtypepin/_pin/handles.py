@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -15,55 +15,9 @@ from typing_extensions import Self
 from dtypepin._base.dtypes import short
 from dtypepin._base.errors import PinError, warn
 from dtypepin._base.selection import parts
-from dtypepin._pin import hooks, reads, refusals, region
+from dtypepin._pin import frames, hooks, owners, reads, storage
 from dtypepin._pin.hooks import Pin
-
-
-class Row(NamedTuple):
-    """One pinned method, as a line of a table."""
-
-    name: str
-    class_name: str
-    method: str
-    dtype: torch.dtype
-    parameters: str
-    aliases: tuple[str, ...]
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Aligned columns; the aliases column is left out where there are none."""
-    head = ["name", "class", "method", "dtype", "parameters", "aliases"]
-    lines = [
-        [
-            row.name or "(root)",
-            row.class_name,
-            row.method,
-            short(row.dtype),
-            row.parameters,
-            ", ".join(row.aliases) or "-",
-        ]
-        for row in rows
-    ]
-    columns = len(head) if any(row.aliases for row in rows) else len(head) - 1
-    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(columns)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=False)).rstrip()
-        for line in [head, *lines]
-    )
-
-
-def parameters_kind(module: nn.Module, dtype: torch.dtype, override: bool) -> str:
-    """``stored``, ``cast per call`` or ``none``: how floating parameters and buffers become dtype.
-
-    ``as they are`` where they are in that dtype already.
-    """
-    own = [value.dtype for _, value in reads.own_floats(module)]
-    if override and own:
-        return "stored"
-    floats = [v.dtype for part in parts(module) for _, v in reads.own_floats(part)]
-    if not floats:
-        return "none"
-    return "cast per call" if any(found is not dtype for found in floats) else "as they are"
+from dtypepin._pin.rows import Row, parameters_kind, table
 
 
 class PinHandle:
@@ -116,7 +70,7 @@ class PinHandle:
 
         Where the same pin was applied twice, it stands until both handles are removed.
         """
-        refusals.warn_if_owned(self._remove())
+        owners.warn_if_owned(self._remove())
 
     def _remove(self) -> list[Tensor]:
         module, pin = self._module(), self._pin
@@ -207,7 +161,7 @@ class PinHandles(Sequence[PinHandle]):
                 changed += handle._remove()
             except Exception as error:  # one that fails must not keep the others on
                 errors.append(f"{handle.name!r}: {type(error).__name__}: {error}")
-        refusals.warn_if_owned(changed)
+        owners.warn_if_owned(changed)
         if errors:
             raise PinError("could not be removed: " + "; ".join(errors))
 
@@ -227,7 +181,7 @@ class PinHandles(Sequence[PinHandle]):
             >>> model(x).dtype
             torch.float32
         """
-        return region.disabled([handle._pin for handle in self._handles])
+        return frames.disabled([handle._pin for handle in self._handles])
 
     def check(self) -> list[str]:
         """Cast stored parameters back that somebody has cast since, as ``model.half()`` does.
@@ -246,9 +200,9 @@ class PinHandles(Sequence[PinHandle]):
             (f"{handle.name}.{name}" if handle.name else name, value, stored)
             for handle in self._handles
             if (module := handle.module) is not None and not handle._removed
-            for name, value, stored in reads.drifted(module)
+            for name, value, stored in storage.drifted(module)
         ]
-        theirs = refusals.owned([value for _, value, _ in found])
+        theirs = owners.owned([value for _, value, _ in found])
         drifted: dict[str, str] = {}
         owned: dict[str, str] = {}
         cut = False
@@ -261,7 +215,7 @@ class PinHandles(Sequence[PinHandle]):
                 continue
             drifted[name] = text
             cut |= torch.promote_types(value.dtype, stored.settled) is not value.dtype
-            reads.repair(value, stored)
+            storage.repair(value, stored)
         if drifted:
             warn(
                 f"stored parameters were cast since they were pinned: {', '.join(drifted.values())}"
@@ -302,12 +256,12 @@ def remove(module: nn.Module, pin: Pin) -> list[Tensor]:
 
     A call that is running at this moment ends as it began, and takes the pin off when it ends.
     """
-    region.current()  # forgets what Ctrl-C left behind, and with it the inputs of that call
+    frames.current()  # forgets what Ctrl-C left behind, and with it the inputs of that call
     with hooks.changing:
-        if region.is_entered(pin):
+        if frames.is_entered(pin):
             hooks.retire(module, pin, partial(remove, module, pin))
             return []
-        changed = reads.release(module, pin)  # first: this alone can fail, and be tried again
+        changed = storage.release(module, pin)  # first: this alone can fail, and be tried again
         hooks.detach(module, pin)
         reads.uncover(parts(module), pin)
     return changed

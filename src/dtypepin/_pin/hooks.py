@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from dtypepin._base import dtypes, torch_private
+from dtypepin._base import dtypes, nested, torch_private
 from dtypepin._base.errors import warn
 from dtypepin._base.torch_private import (
     keep_out_of_dynamo_frames,
@@ -23,8 +22,10 @@ from dtypepin._base.torch_private import (
     run_by_dynamo,
     see_hooks,
 )
-from dtypepin._pin import buffers, reads, region
-from dtypepin._pin.region import Args, Kwargs, Rule
+from dtypepin._pin import arguments, buffers, frames, methods, reads, region
+from dtypepin._pin.arguments import Args, Kwargs
+from dtypepin._pin.frames import Rule
+from dtypepin._pin.methods import PinnedMethod
 
 
 class Pin(Rule):
@@ -54,7 +55,7 @@ class Pin(Rule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.number = next(region.numbers)
+        self.number = next(frames.numbers)
         if not run_by_dynamo():  # dynamo copies hooks, and nothing may be dropped meanwhile
             see_hooks()  # a copy, perhaps in another process
 
@@ -72,7 +73,7 @@ class Pin(Rule):
         owner = None if is_dynamo_compiling() else sys._getframe(1)
         if owner is not None and not self.ran and "_original_forward" in module.__dict__:
             warn(
-                f"{region.where(self)}: Accelerate's mixed precision wraps the forward of this "
+                f"{frames.where(self)}: Accelerate's mixed precision wraps the forward of this "
                 "very module, and its autocast counts inside the pin. Pin the children instead "
                 f"(patterns={_children(self.name)!r}), or prepare it with mixed_precision='no'"
             )
@@ -86,22 +87,21 @@ class Pin(Rule):
         """
         output = rest[-1]
         caller = None if is_dynamo_compiling() else sys._getframe(1)
-        frames = region.thread.frames
-        frame = frames[-1] if frames else None
+        stack = frames.thread.frames
+        frame = stack[-1] if stack else None
         if frame is None or frame.rule is not self or frame.owner is not caller:
-            frame = region.find(self, caller)
+            frame = frames.find(self, caller)
             if frame is None:
                 return None
         if output is None and frame.owner is not None:
             error = sys.exc_info()[1]
             if error is not None and _passed_through(error, frame.owner):
-                add_note(error, self, args, rest[0] if len(rest) > 1 else {})
+                region.add_note(error, self, args, rest[0] if len(rest) > 1 else {})
         return region.leave(frame, output)
 
 
 #: The ids that the two hooks of pins have had so far, on whatever module.
 _ids: list[tuple[int, int]] = []
-
 
 #: Called with a module, a pin and whether it came or went, whenever one does.
 watchers: list[Callable[[nn.Module, Pin, bool], object]] = []
@@ -110,87 +110,12 @@ watchers: list[Callable[[nn.Module, Pin, bool], object]] = []
 #: thread that ran it, whatever others do meanwhile.
 changing = threading.RLock()
 
-#: The wrappers of a module that are still in use somewhere.
-_methods: WeakKeyDictionary[nn.Module, WeakSet[PinnedMethod]] = WeakKeyDictionary()
-
-
-class PinnedMethod:
-    """Stands in a module's ``__dict__`` for a method other than forward.
-
-    It finds the method anew at each call, from the class or from what stood there before, so a
-    deep copy runs its own weights.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.had = name in module.__dict__
-        self.previous = module.__dict__.get(name)
-        self.pins: list[Pin] = []
-        self.number = next(region.numbers)
-
-    @property
-    def __wrapped__(self) -> Any:
-        """The method without the pin; ``inspect.signature`` looks here."""
-        if self.had:
-            return self.previous
-        kind = type(self.module)
-        for base in kind.__mro__:
-            if self.name in base.__dict__:
-                found = base.__dict__[self.name]
-                return found.__get__(self.module, kind) if hasattr(found, "__get__") else found
-        raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method = self.__wrapped__
-        pin = self.pins[-1] if self.pins else None
-        if pin is None:  # unpinned while somebody's patch on top held on to us
-            self.restore()
-            return method(*args, **kwargs)
-        owner = None if is_dynamo_compiling() else sys._getframe(0)
-        output = None
-        try:
-            new = region.enter(pin, self.module, args, kwargs, owner)
-            if new is not None:
-                args, kwargs = new
-            output = method(*args, **kwargs)
-        except Exception as error:
-            if not is_dynamo_compiling():
-                add_note(error, pin, args, kwargs)
-            raise
-        finally:
-            frame = region.find(pin, owner)
-            if frame is not None:
-                output = region.leave(frame, output)
-        return output
-
-    def restore(self) -> None:
-        """Put back what was there, if it is still we who stand there."""
-        if self.module.__dict__.get(self.name) is self:
-            if self.had:
-                self.module.__dict__[self.name] = self.previous
-            else:
-                del self.module.__dict__[self.name]
-
-
-def can_wrap(module: nn.Module, name: str) -> bool:
-    """Whether a module has a method of this name that can be pinned.
-
-    Not a child, not a property, and not what only ``__getattr__`` hands on from elsewhere.
-    """
-    if name == "forward":
-        return True  # pinned by hooks
-    found = inspect.getattr_static(module, name, None)
-    if found is None or hasattr(type(found), "__set__"):
-        return False
-    return callable(getattr(module, name))
-
 
 def on(module: nn.Module) -> Iterator[Pin]:
     """All pins that stand on a module, oldest first for each method."""
     yield from _on_call(module)
-    for wrapper in _wrappers(module):
-        yield from list(wrapper.pins)
+    for wrapper in methods.wrappers(module):
+        yield from [pin for pin in wrapper.pins if isinstance(pin, Pin)]
 
 
 def on_method(module: nn.Module, method: str) -> list[Pin]:
@@ -228,7 +153,7 @@ def attach(module: nn.Module, pin: Pin) -> None:
         wrapper = module.__dict__.get(pin.method)
         if not isinstance(wrapper, PinnedMethod):
             wrapper = PinnedMethod(module, pin.method)
-            _methods.setdefault(module, WeakSet()).add(wrapper)
+            methods.standing.setdefault(module, WeakSet()).add(wrapper)
             module.__dict__[pin.method] = wrapper
         wrapper.pins.append(pin)
     _choose(module, pin.method)
@@ -256,7 +181,7 @@ def detach(module: nn.Module, pin: Pin) -> None:
     for handle in pin.handles:
         handle.remove()
     pin.handles, pin.active = (), False
-    for wrapper in _wrappers(module) if pin.method != "forward" else ():
+    for wrapper in methods.wrappers(module) if pin.method != "forward" else ():
         wrapper.pins = [here for here in wrapper.pins if here is not pin]
         if not wrapper.pins:
             wrapper.restore()
@@ -271,13 +196,6 @@ def retire(module: nn.Module, pin: Pin, leaving: Callable[[], object]) -> None:
     _choose(module, pin.method)
 
 
-def add_note(error: BaseException, pin: Pin, args: Args, kwargs: Kwargs) -> None:
-    """Name the pinned module in an exception, once; Python 3.10 has no notes."""
-    notes = getattr(error, "__notes__", ())
-    if hasattr(error, "add_note") and not any("[dtypepin]" in text for text in notes):
-        error.add_note(region.note(pin, args, kwargs))
-
-
 def _choose(module: nn.Module, method: str) -> None:
     """Of several pins on one method the latest counts."""
     pins = on_method(module, method)
@@ -289,16 +207,6 @@ def _choose(module: nn.Module, method: str) -> None:
 def _children(name: str) -> str:
     """A pattern for the children of the module of this name."""
     return rf"^{re.escape(name)}\.[^.]+$" if name else r"^[^.]+$"
-
-
-def _wrappers(module: nn.Module) -> list[PinnedMethod]:
-    """Our wrappers on a module, oldest first, also those that somebody has patched over."""
-    found = set(_methods.get(module, ()))
-    for value in module.__dict__.values():
-        while isinstance(value, PinnedMethod):
-            found.add(value)  # those of a copy are known from here only
-            value = value.previous
-    return sorted(found, key=lambda wrapper: wrapper.number)
 
 
 def _passed_through(error: BaseException, owner: FrameType) -> bool:
@@ -318,5 +226,14 @@ def _passed_through(error: BaseException, owner: FrameType) -> bool:
 
 #: Whether compiled models with a graph break inside a pinned module keep their pins.
 SAFE_ACROSS_GRAPH_BREAKS = keep_out_of_dynamo_frames(
-    buffers, dtypes, reads, torch_private, region, sys.modules[__name__]
+    arguments,
+    buffers,
+    dtypes,
+    frames,
+    methods,
+    nested,
+    reads,
+    region,
+    torch_private,
+    sys.modules[__name__],
 )

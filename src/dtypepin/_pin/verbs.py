@@ -5,160 +5,24 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dtypepin._base.dtypes import resolve_dtype
-from dtypepin._base.errors import PinError, warn
-from dtypepin._base.selection import Named, Patterns, compiled, find, named, parts, suggestion
-from dtypepin._pin import handles, hooks, reads, refusals, region
-from dtypepin._pin.handles import PinHandle, PinHandles, Row
-from dtypepin._pin.hooks import Pin, PinnedMethod
+from dtypepin._base.errors import warn
+from dtypepin._base.selection import Named, Patterns, parts
+from dtypepin._pin import frames, handles, hooks, owners, reads, storage
+from dtypepin._pin.handles import PinHandle, PinHandles
+from dtypepin._pin.hooks import Pin
+from dtypepin._pin.methods import PinnedMethod
 from dtypepin._pin.reads import ParameterView, Stored
+from dtypepin._pin.rows import Selection
+from dtypepin._pin.settings import Inputs, Output, Settings, Targets
 
 logger = logging.getLogger("dtypepin")
-
-Inputs = Literal["first", "all"]
-Output = Literal["restore", "keep"] | torch.dtype | str
-
-
-class Selection(Sequence[Row]):
-    """What ``select`` found.
-
-    A row has the fields name, class_name, method, dtype, parameters and aliases. ``print`` shows
-    all rows as a table; ``names`` lists all dotted names.
-    """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = tuple(rows)
-
-    @property
-    def names(self) -> list[str]:
-        """All dotted names of the selected modules, aliases of shared ones included."""
-        return list(dict.fromkeys(n for row in self._rows for n in (row.name, *row.aliases)))
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __str__(self) -> str:
-        return handles.table(self._rows)
-
-    def __repr__(self) -> str:
-        return f"Selection({self.names})"
-
-
-class Settings:
-    """The arguments of ``apply`` without the model, resolved and checked."""
-
-    def __init__(
-        self,
-        patterns: Patterns,
-        class_patterns: Patterns,
-        dtype: torch.dtype | str,
-        methods_to_override: Sequence[str] | str,
-        override_parameters: bool,
-        inputs: Inputs,
-        output: Output,
-    ) -> None:
-        self.dtype = resolve_dtype(dtype)
-        if inputs not in ("first", "all"):
-            raise PinError(f'inputs: got {inputs!r}, expected "first" or "all"')
-        self.inputs: Inputs = inputs
-        self.output: Any = output
-        if output not in ("restore", "keep"):
-            try:
-                self.output = resolve_dtype(output, "output")
-            except PinError as error:
-                raise PinError(f'{error}, or "restore" or "keep"') from None
-        if not isinstance(override_parameters, bool):
-            raise PinError(f"override_parameters: got {override_parameters!r}, expected a bool")
-        self.override = override_parameters
-        methods: Any = methods_to_override
-        if isinstance(methods, str):
-            methods = [methods]
-        elif isinstance(methods, Iterable):
-            methods = list(methods)
-        if not (isinstance(methods, list) and methods and all(isinstance(m, str) for m in methods)):
-            raise PinError(
-                f"methods_to_override: got {methods_to_override!r}, expected names of methods"
-            )
-        self.methods: list[str] = methods
-        self.patterns, self.class_patterns = compiled(patterns, class_patterns)
-
-
-class _Plan:
-    """What ``apply`` will do to a model, checked; nothing changed yet."""
-
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.settings = settings
-        self.targets: list[tuple[Named, str]] = []
-        everything = named(model)
-        chosen = find(model, settings.patterns, settings.class_patterns, everything)
-        for name in dict.fromkeys(settings.methods):
-            self.targets += self._having(name, chosen)
-        order = {id(found.module): i for i, found in enumerate(chosen)}
-        self.targets.sort(key=lambda target: order[id(target[0].module)])
-        having = {id(found.module) for found, _ in self.targets}
-        chosen = [c for c in chosen if id(c.module) in having]
-        refusals.check(model, everything, chosen, settings.dtype, settings.override)
-
-    def _having(self, method: str, chosen: list[Named]) -> list[tuple[Named, str]]:
-        """The chosen modules that have this method; a method that none has is an error."""
-        if method.startswith("__") and method.endswith("__"):
-            raise PinError(
-                f"methods_to_override: got {method!r}, which Python looks up on the class, where "
-                "no wrapper of one module can stand; expected 'forward' for the call of a module, "
-                "or an ordinary method"
-            )
-        having = [(found, method) for found in chosen if hooks.can_wrap(found.module, method)]
-        if not having:
-            example = chosen[0]
-            kind = type(example.module)
-            raise PinError(
-                f"methods_to_override: got {method!r}, which no matched module has (for one "
-                f"{example.names[0]!r}, {example.class_name})"
-                + suggestion(
-                    method, [n for n in dir(kind) if n[0] != "_" and callable(getattr(kind, n))]
-                )
-            )
-        return having
-
-    def rows(self) -> list[Row]:
-        dtype, override = self.settings.dtype, self.settings.override
-        return [
-            Row(
-                found.names[0],
-                found.class_name,
-                method,
-                dtype,
-                handles.parameters_kind(found.module, dtype, override),
-                found.names[1:],
-            )
-            for found, method in self.targets
-        ]
-
-    def pin(self, found: Named, method: str) -> Pin:
-        wanted = self.settings
-        # A parametrization is handed all parts of one tensor, as weight norm's two originals.
-        return Pin(
-            wanted.dtype,
-            "all" if found.parametrizes else wanted.inputs,
-            wanted.output,
-            found.names[0],
-            method,
-            override=wanted.override,
-        )
 
 
 def apply(
@@ -241,13 +105,13 @@ def apply(
 def put_on(model: nn.Module, settings: Settings, verbose: bool = False) -> PinHandles:
     """Pin what the settings mean; all of it or nothing."""
     with hooks.changing, _no_collection():
-        plan = _Plan(model, settings)
+        targets = Targets(model, settings)
         made: list[PinHandle] = []
         known: dict[int, Stored] = {}
         with ExitStack() as undo:
-            for found, method in plan.targets:
+            for found, method in targets.pairs:
                 pin = hooks.top(found.module, method)
-                new = plan.pin(found, method)
+                new = targets.pin(found, method)
                 if pin is None or not pin.does_the_same_as(new):
                     pin = new
                     undo.callback(handles.remove, found.module, pin)
@@ -287,7 +151,7 @@ def _put(found: Named, pin: Pin, known: dict[int, Stored]) -> None:
     module = found.module
     reads.cover(parts(module), pin, module)
     if pin.override:
-        reads.store(module, pin, known)
+        storage.store(module, pin, known)
     hooks.attach(module, pin)
 
 
@@ -366,7 +230,7 @@ class pin_dtype:
 
     def __exit__(self, *_: object) -> None:
         self._entered.pop().remove()
-        region.current()  # discards what a Ctrl-C may have left
+        frames.current()  # discards what a Ctrl-C may have left
 
 
 def select(
@@ -416,7 +280,7 @@ def select(
         inputs,
         output,
     )
-    selection = Selection(_Plan(model, settings).rows())
+    selection = Selection(Targets(model, settings).rows())
     if verbose:
         logger.info("would pin %d of %s:\n%s", len(selection), type(model).__name__, selection)
     return selection
@@ -446,7 +310,7 @@ def unpin(model: nn.Module) -> int:
     Warns:
         PinWarning: as :meth:`PinHandles.remove` does.
     """
-    region.current()  # discards what a Ctrl-C may have left
+    frames.current()  # discards what a Ctrl-C may have left
     modules = list(model.modules())
     removed = 0
     changed: list[Tensor] = []
@@ -463,5 +327,5 @@ def unpin(model: nn.Module) -> int:
                 for rule in view.rules:
                     if rule.leaving is None:  # else its call is running, and ends as it began
                         reads.uncover([module], rule)
-    refusals.warn_if_owned(changed)
+    owners.warn_if_owned(changed)
     return removed

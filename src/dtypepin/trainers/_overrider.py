@@ -13,7 +13,8 @@ from dtypepin._base.errors import PinError, warn
 from dtypepin._base.selection import Patterns
 from dtypepin._pin.handles import PinHandles
 from dtypepin._pin.reads import own_floats
-from dtypepin._pin.verbs import Inputs, Output, Settings, logger, put_on
+from dtypepin._pin.settings import Inputs, Output, Settings
+from dtypepin._pin.verbs import logger, put_on
 
 
 class DtypeOverrider:

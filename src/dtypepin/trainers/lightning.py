@@ -13,8 +13,9 @@ import torch
 from dtypepin._base.errors import PinError
 from dtypepin._base.selection import Patterns
 from dtypepin._pin.handles import PinHandles
-from dtypepin._pin.reads import kept
-from dtypepin._pin.verbs import Inputs, Output, Settings, put_on
+from dtypepin._pin.settings import Inputs, Output, Settings
+from dtypepin._pin.storage import kept
+from dtypepin._pin.verbs import put_on
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

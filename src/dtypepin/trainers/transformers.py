@@ -13,7 +13,8 @@ from typing_extensions import Self
 from dtypepin._base.errors import PinError, warn
 from dtypepin._base.selection import Patterns
 from dtypepin._pin.handles import PinHandles
-from dtypepin._pin.verbs import Inputs, Output, Settings, put_on
+from dtypepin._pin.settings import Inputs, Output, Settings
+from dtypepin._pin.verbs import put_on
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

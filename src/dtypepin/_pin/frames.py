@@ -1,0 +1,200 @@
+"""The regions that each thread is in: rules, frames, and which of them still count.
+
+What must be remembered from a region's beginning to its end is a ``Frame`` on a stack of the
+running thread; nothing is written on the module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dtypepin._pin.buffers import BufferCast
+
+#: Tells pins, and wrappers of methods, from each other.
+numbers = itertools.count()
+
+
+class Rule:
+    """What a region does: the settings of one pin.
+
+    Attributes:
+        dtype: the dtype that the region computes in.
+        inputs: ``"first"`` or ``"all"``, which floating inputs are cast.
+        output: ``"restore"``, ``"keep"`` or the dtype that floating outputs get.
+        name: dotted name of the module when it was pinned, for messages only.
+        method: ``"forward"`` or the name of the pinned method.
+        active: False while a later pin on the same method counts instead.
+        ran: whether a region of this pin was entered at all.
+        leaving: what takes the pin off, once the calls that are running have ended.
+        number: tells it from all others, copies of it too. Dynamo compares numbers, not objects.
+    """
+
+    leaving: Callable[[], object] | None = None
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        inputs: Literal["first", "all"],
+        output: torch.dtype | Literal["restore", "keep"],
+        name: str,
+        method: str,
+    ) -> None:
+        self.dtype = dtype
+        self.inputs = inputs
+        self.output = output
+        self.name = name
+        self.method = method
+        self.active = True
+        self.ran = False
+        self.number = next(numbers)
+
+
+def where(rule: Rule) -> str:
+    """``module 'blocks.0.norm'``, with the method where it is not forward."""
+    name = f"module {rule.name!r}" if rule.name else "the root module"
+    return name if rule.method == "forward" else f"{name}, method {rule.method!r}"
+
+
+class Frame:
+    """One region that was entered and not yet left.
+
+    Attributes:
+        rule: the pin whose region this is.
+        owner: the Python frame that makes the call; while it runs, the region is alive. None
+            where dynamo traces the call.
+        dtype: parameters and buffers read as this dtype; None for the dtype they had unpinned.
+        restore: dtype of floating outputs; None leaves them alone.
+        device: device type on which autocast was on and is switched on again; None for none.
+        buffers: buffers that were first read in another dtype here, to be written back.
+        displaced: parameters that were replaced by plain tensors, to be put back.
+    """
+
+    __slots__ = ("buffers", "device", "displaced", "dtype", "owner", "restore", "rule")
+
+    def __init__(
+        self,
+        rule: Rule,
+        owner: FrameType | None,
+        dtype: torch.dtype | None,
+        restore: torch.dtype | None,
+        device: str | None,
+    ) -> None:
+        self.rule = rule
+        self.owner = owner
+        self.dtype = dtype
+        self.restore = restore
+        self.device = device
+        self.buffers: list[BufferCast] | None = None
+        self.displaced: list[tuple[dict[str, Any], str, nn.Parameter]] | None = None
+
+
+#: The frames of every thread, by its identifier.
+_frames_of_threads: dict[int, list[Frame]] = {}
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.disabled: list[frozenset[int]] = []
+        for gone in _frames_of_threads.keys() - sys._current_frames().keys():
+            _frames_of_threads.pop(gone, None)  # with what their last call was given
+        _frames_of_threads[threading.get_ident()] = self.frames
+
+
+# Module-level, not on the pins: a threading.local can be neither pickled nor deep-copied.
+thread = _Thread()
+
+
+def is_alive(frame: Frame) -> bool:
+    """Whether the call that entered this region is still running in this thread.
+
+    KeyboardInterrupt and SystemExit skip torch's ``always_call`` hooks, so a frame can be left
+    behind. It then must not count any more: it is recognised by its owner being off the stack.
+    """
+    return frame.owner is None or is_running(frame.owner)
+
+
+def is_running(owner: FrameType, top: FrameType | None = None) -> bool:
+    """Whether a Python frame is on the stack of this thread, or below the top of another's."""
+    running: FrameType | None = top or sys._getframe(1)
+    while running is not None:
+        if running is owner:
+            return True
+        running = running.f_back
+    return False
+
+
+def is_entered(rule: Rule) -> bool:
+    """Whether a call in a region of this rule is running, in any thread."""
+    for thread_id, frames in list(_frames_of_threads.items()):
+        owners = [frame.owner for frame in list(frames) if frame.rule is rule]
+        if owners:
+            top = sys._current_frames().get(thread_id)  # None: the thread is gone
+            if top and any(owner is None or is_running(owner, top) for owner in owners):
+                return True
+    return False
+
+
+def let_go(rule: Rule) -> None:
+    """Take a pin off that was removed while it was running, after its last call."""
+    leaving = rule.leaving
+    if leaving is not None and not is_entered(rule):
+        rule.leaving = None
+        leaving()
+
+
+def current() -> Frame | None:
+    """The innermost region that is alive in this thread; stale ones are discarded."""
+    frames = thread.frames
+    while frames:
+        if is_alive(frames[-1]):
+            return frames[-1]
+        stale = frames.pop()  # discarded, never restored from: it may be long after
+        if stale.rule.leaving is not None:
+            let_go(stale.rule)
+    return None
+
+
+def find(rule: Rule, caller: FrameType | None) -> Frame | None:
+    """The frame of this rule whose call is made, or was made until an error, by ``caller``.
+
+    torch runs ``always_call`` hooks also when an earlier pre-hook raised and ours never ran;
+    then there is no such frame, and somebody else's must stay.
+    """
+    for frame in reversed(thread.frames):
+        if frame.rule is rule:
+            owner = frame.owner
+            if owner is None or owner is caller or owner.f_back is caller:
+                return frame
+    return None
+
+
+@contextmanager
+def disabled(rules: list[Rule]) -> Iterator[None]:
+    """Switch rules off for a block, in this thread."""
+    # Blocks may end in another order than they began, as coroutines do, and in another thread.
+    blocks, block = thread.disabled, frozenset(rule.number for rule in rules)
+    blocks.append(block)
+    try:
+        yield
+    finally:
+        blocks.remove(block)
+
+
+def casts_of(frames: list[Frame]) -> list[BufferCast]:
+    """Buffers read in another dtype in the innermost regions, as far out as they share one."""
+    found: list[BufferCast] = []
+    for frame in reversed(frames):
+        if frame.dtype is not frames[-1].dtype:
+            break
+        found += frame.buffers or ()
+    return found
