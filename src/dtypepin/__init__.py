@@ -2,7 +2,7 @@
 
 from dtypepin._advice.plan import Plan, load_plan
 from dtypepin._advice.suggest import suggest
-from dtypepin._audit.recorder import audit
+from dtypepin._audit.audit import audit
 from dtypepin._audit.report import AuditReport
 from dtypepin._base.errors import PinError, PinWarning
 from dtypepin._pin.handles import PinHandle, PinHandles

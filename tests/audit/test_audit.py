@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtypepin
 from dtypepin import PinError
-from dtypepin._audit import recorder
+from dtypepin._audit import nonfinite
 from dtypepin._pin import frames, hooks
 
 BF16, F16, F32 = torch.bfloat16, torch.half, torch.float32
@@ -53,7 +53,7 @@ def left_behind(model):
         len(_get_current_dispatch_mode_stack()),
         {key: value.tolist() for key, value in model.state_dict().items()},
         torch.get_rng_state().tolist(),
-        recorder._quiet.on,
+        nonfinite.quiet.on,
         list(frames.thread.disabled),
     )
 
@@ -629,7 +629,7 @@ def test_an_inner_pin_that_the_extra_run_did_not_reach_is_said_to_be_unmeasured(
 def test_an_extra_run_that_fails_says_nothing_but_dtypes_that_clash_do():
     class Force(nn.Linear):
         def forward(self, x):
-            if not recorder._quiet.on and fails and self.weight.dtype is x.dtype is BF16:
+            if not nonfinite.quiet.on and fails and self.weight.dtype is x.dtype is BF16:
                 raise ValueError("only where it is not pinned")
             (grad,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
             return grad

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from dtypepin._audit.report import aligned
 from dtypepin._base.errors import PinError
 from dtypepin._base.selection import named
+from dtypepin._base.tables import aligned
 
 _VERSION = 1
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from dtypepin._advice.plan import Plan, PlanRow
 from dtypepin._advice.shares import Batch, Candidate, Lower, Shadows, as_float32, leaves, outputs
-from dtypepin._audit.recorder import audit
+from dtypepin._audit.audit import audit
 from dtypepin._base.dtypes import FLOATS, resolve_dtype, short
 from dtypepin._base.errors import PinError, warn
 from dtypepin._base.model_state import run_eagerly, untouched

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtypepin._base.errors import PinError
+from dtypepin._base.tables import aligned, markdown
 
 HONOURED, PARTLY, NO_EFFECT = "honoured", "partly", "no effect"
 NEVER_RAN, BAD_INPUT = "never ran", "input already non-finite"
@@ -151,7 +151,7 @@ class AuditReport:
     def to_markdown(self) -> str:
         """The tables in Markdown."""
         parts = [self.first_bad] if self.first_bad else []
-        parts += [_markdown(table) for table in self._tables()]
+        parts += [markdown(table) for table in self._tables()]
         parts += [f"- {note}" for note in self.notes]
         return "\n\n".join(parts) + "\n"
 
@@ -223,17 +223,3 @@ def _size(number: float) -> str:
             return f"{number:.0f} {unit}" if number else "-"
         number /= 1024
     return f"{number:.1f} GiB"
-
-
-def aligned(table: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first line is the head."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    )
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> str:
-    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -10,6 +10,7 @@ from torch import nn
 
 from dtypepin._base.dtypes import short
 from dtypepin._base.selection import parts
+from dtypepin._base.tables import aligned
 from dtypepin._pin.reads import own_floats
 
 
@@ -39,11 +40,7 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     columns = len(head) if any(row.aliases for row in rows) else len(head) - 1
-    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(columns)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=False)).rstrip()
-        for line in [head, *lines]
-    )
+    return aligned([line[:columns] for line in [head, *lines]])
 
 
 def parameters_kind(module: nn.Module, dtype: torch.dtype, override: bool) -> str:
