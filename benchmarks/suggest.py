@@ -26,8 +26,10 @@ from minilm import load
 from torch import Tensor, nn
 
 import dtypepin
-from dtypepin._advice.shares import Lower
-from dtypepin._advice.suggest import _Search
+from dtypepin._advice.candidates import find_candidates, run_low
+from dtypepin._advice.lower import Lower
+from dtypepin._advice.runs import Runs
+from dtypepin._advice.shares import measure
 from dtypepin._base.model_state import ModelState, untouched
 
 TOLERANCES = (0.9, 0.75, 0.5, 0.35)
@@ -42,6 +44,10 @@ class Outcome:
     seconds: float
 
 
+def _silent(text: str) -> None:
+    pass
+
+
 class Problem:
     """A model, inputs, and the real error of every set of pins, remembered."""
 
@@ -54,28 +60,24 @@ class Problem:
             low,
         )
         dtype = getattr(torch, low)
-        self.search = self._search(inputs, dtype)
-        self.held_out = self._search(holdout, dtype)
-        leaves = [
-            c for c in self.search.candidates if not any(True for _ in c.found.module.children())
-        ]
+        self.measured, self.candidates = self._measure(inputs, dtype)
+        self.held_out, _ = self._measure(holdout, dtype)
+        leaves = [c for c in self.candidates if not any(True for _ in c.found.module.children())]
         self.order = [c.name for c in leaves]
-        self.price = {c.name: c.flops for c in self.search.candidates}
+        self.price = {c.name: c.flops for c in self.candidates}
         self.runs = 0
         self.known: dict[frozenset[str], float] = {}
 
-    def _search(self, inputs, dtype):
-        search = _Search(
-            self.model,
-            [inputs],
-            Lower(self.model, ModelState(self.model), dtype, False, 0),
-            None,
-            lambda _: None,
+    def _measure(self, inputs, dtype):
+        runs = Runs(
+            Lower(self.model, ModelState(self.model), dtype, False, 0), [inputs], None, _silent
         )
         with untouched(self.model):
-            search.find_candidates(None, None)
-            search.measure_shares(4, 0)
-        return search
+            low_run = run_low(runs.lower, runs.batches)
+            found = find_candidates(runs.lower, low_run, None, None, [])
+            shares = measure(runs.lower, runs.batches, found, low_run.came, 4, 0, _silent)
+        runs.lows, runs.references = low_run.outputs, shares.references
+        return runs, [candidate for candidate in found if candidate.measured]
 
     def error(self, names) -> float:
         """The real error; every question counts as a run, also where the answer is known."""
@@ -83,13 +85,8 @@ class Problem:
         self.runs += 1
         if names not in self.known:
             with untouched(self.model):
-                self.known[names] = self.search.error(names)
+                self.known[names] = self.measured.error(names, "restore")
         return self.known[names]
-
-    def held_out_error(self, names) -> float:
-        """The real error on other inputs."""
-        with untouched(self.model):
-            return self.held_out.error(frozenset(names))
 
     def local_errors(self) -> dict[str, float]:
         """How far each module's output is from float32, in a float32 and a low-precision run."""
@@ -303,9 +300,7 @@ def ours(problem: Problem, tolerance: float, seed: int) -> tuple[Outcome, float]
         problem.model, kwargs or args, autocast_dtype=problem.low, tolerance=tolerance, seed=seed
     )
     outcome = Outcome(frozenset(plan.names), plan.forward_equivalents, time.perf_counter() - start)
-    # Measured with its own output argument, as it will be used.
-    problem.search.output = problem.held_out.output = plan.output
-    return outcome, plan.target
+    return outcome, plan.target, plan.output
 
 
 def main() -> int:
@@ -327,25 +322,21 @@ def main() -> int:
         for tolerance in (0.5,) if quick else TOLERANCES:
             rows: dict[str, list[tuple]] = {}
             for seed in (0,) if quick else (0, 1, 2):
-                outcome, target = ours(problem, tolerance, seed)
+                outcome, target, its_output = ours(problem, tolerance, seed)
                 results = {"suggest": outcome}
-                problem_output = problem.search.output
                 for name, method in METHODS.items():
                     if seed and name != "random order":
                         continue  # they know no chance
-                    problem.search.output = problem.held_out.output = "restore"
-                    problem.search.errors.clear()
                     problem.runs, start = 0, time.perf_counter()
                     names = method(problem, target, seed)
                     results[name] = Outcome(names, problem.runs + 1, time.perf_counter() - start)
                 for name, found in results.items():
-                    output = problem_output if name == "suggest" else "restore"
-                    for search in (problem.search, problem.held_out):
-                        search.output = output
-                        search.errors.clear()
+                    # Measured with its own output argument, as it will be used.
+                    output = its_output if name == "suggest" else "restore"
                     with untouched(problem.model):
-                        error = problem.search.error(found.names)
-                        base = problem.search.error(frozenset())
+                        error = problem.measured.error(found.names, output)
+                        base = problem.measured.error(frozenset(), output)
+                        held_out = problem.held_out.error(found.names, output)
                     scale = base if math.isfinite(base) else target / tolerance
                     rows.setdefault(name, []).append(
                         (
@@ -354,7 +345,7 @@ def main() -> int:
                             len(found.names),
                             sum(problem.price[n] for n in found.names) / everything,
                             error / scale,
-                            problem.held_out_error(found.names) / scale,
+                            held_out / scale,
                             error <= target * 1.0001,
                         )
                     )

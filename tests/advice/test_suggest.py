@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import random
+import sys
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import nn
 
 import dtypepin
 from dtypepin import PinError, PinWarning
-from dtypepin._advice import suggest as suggesting
+from dtypepin._advice import cheaper
+from dtypepin._advice.candidates import Candidate
 from dtypepin._advice.plan import Plan, PlanRow
-from dtypepin._advice.shares import Candidate
+from dtypepin._advice.runs import Runs
+from dtypepin._advice.search import Search
+from dtypepin._advice.worth import Worth
 from dtypepin._base.selection import named
 
 BF16, F16, F32 = torch.bfloat16, torch.half, torch.float32
@@ -126,39 +130,30 @@ def test_what_is_not_needed_is_given_back(monkeypatch):
 
     tolerances = [0.95, 0.9, 0.85, 0.8, 0.7, 0.6]
     prices = [price(tolerance) for tolerance in tolerances]
-    monkeypatch.setattr(
-        suggesting._Search, "_make_cheaper", lambda self, best, *_: setattr(self, "best", best)
-    )
+    monkeypatch.setattr(cheaper, "make_cheaper", lambda search, best, start: best)
     without = [price(tolerance) for tolerance in tolerances]
     assert all(a <= b for a, b in zip(prices, without, strict=True))
     assert any(a < b for a, b in zip(prices, without, strict=True))
 
 
 def test_the_search_stops_within_eight_percent_of_the_squared_target():
-    class Known(suggesting._Search):
+    asked = []
+
+    class Known(Runs):
         """Every pin takes 0.01 of the squared error; the shares say half of that."""
 
-        def __init__(self):
-            self.base, self.target, self.additive = 1.0, math.sqrt(0.5), True
-            self.asked = []
-
-        def error(self, pinned):
-            self.asked.append(len(pinned))
+        def error(self, pinned, output):
+            asked.append(len(pinned))
             return math.sqrt(max(1 - 0.01 * len(pinned), 0))
 
-        def predicted(self, pinned):
-            return 1 - 0.005 * len(pinned)
-
-        def _runs_left(self, max_runs):
-            return True
-
-        def _compare(self, pinned, error):
-            pass
-
-    search = Known()
-    found = search._search([frozenset(range(n)) for n in range(150)], 7)
+    names = [str(n) for n in range(150)]
+    model = nn.ModuleDict({name: nn.Identity() for name in names})
+    worth = Worth([Candidate(m, low=0.005) for m in named(model)[1:]])
+    search = Search(Known(None, [], None, None), worth, True, 7, [])
+    search.target = math.sqrt(0.5)
+    found = search.shortest([frozenset(names[:n]) for n in range(150)])
     assert 50 <= len(found) <= 54
-    assert len(set(search.asked) - {0}) <= 3  # the prediction, and corrections
+    assert len(set(asked) - {0}) <= 3  # the prediction, and corrections
 
 
 DROP = {"small": (0.30, 1), "dear": (0.15, 9)}
@@ -186,16 +181,14 @@ def test_what_meets_the_target_is_made_cheaper(gains, bought, left):
 
     asked = []
 
-    class Known(suggesting._Search):
-        def __init__(self):
-            self.base, self.total, self.output = 1.0, 1.0, "restore"
-            self.target = math.sqrt(0.7)
-            self.errors = {}
-            self.candidates = [
-                Candidate(found, low=gains[name][0], price=gains[name][1])
-                for found in named(model)
-                if (name := found.names[0]) in gains  # not the root
-            ]
+    named_so = {found.names[0]: found for found in named(model)}
+    candidates = [
+        Candidate(named_so[name], low=gain, price=price) for name, (gain, price) in gains.items()
+    ]
+
+    class Known:
+        target = math.sqrt(0.7)
+        worth = Worth(candidates)
 
         def error(self, pinned):
             gain = sum(gains[name][0] for name in pinned)
@@ -205,16 +198,15 @@ def test_what_meets_the_target_is_made_cheaper(gains, bought, left):
             if "needed" in gains and "needed" not in pinned:
                 gain -= 0.2
             asked.append(pinned)
-            self.errors[pinned] = math.sqrt(1 - gain)
-            return self.errors[pinned]
+            return math.sqrt(1 - gain)
 
-        def _runs_left(self, max_runs):
+        def is_known(self, pinned):
+            return pinned in asked
+
+        def runs_left(self):
             return True
 
-    search = Known()
-    search._find_parts()
-    search._make_cheaper(frozenset(bought), frozenset(), 9)
-    assert search.best == left
+    assert cheaper.make_cheaper(Known(), frozenset(bought), frozenset()) == left
     tried = [pinned for pinned in asked if pinned not in (bought, left)]
     assert len(tried) == len(set(tried))
 
@@ -224,7 +216,7 @@ def test_the_search_stops_where_it_gets_dear(monkeypatch, probes, most):
     def one_less(self, order, fails, meets, halve):
         return meets - 1  # a search that would take as many runs as there are modules
 
-    monkeypatch.setattr(suggesting._Search, "_next", one_less)
+    monkeypatch.setattr(Search, "_next", one_less)
     plan = dtypepin.suggest(transformer(24), smooth(32, 16), probes=probes, max_runs=40)
     assert plan.reached
     assert most - 1 < plan.forward_equivalents <= most  # at least three runs
@@ -897,7 +889,7 @@ def test_progress(capsys, monkeypatch):
     assert any(line.startswith("run with") for line in lines)
     dtypepin.suggest(transformer(), smooth(32, 16))
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(suggesting.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     dtypepin.suggest(transformer(), smooth(32, 16))
     assert "dtypepin.suggest: one run in low precision" in capsys.readouterr().err
 

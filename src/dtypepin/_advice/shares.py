@@ -10,188 +10,107 @@ alone makes in ``y`` (Hutchinson's estimator of ``|J eps|**2``).
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dtypepin._base.dtypes import FLOATS, cast
-from dtypepin._base.model_state import ModelState, generators, random_numbers_kept
+from dtypepin._advice.candidates import Call, Came, Candidate
+from dtypepin._advice.inputs import Batch, as_float32, copied, leaves, looks_like_noise, outputs
+from dtypepin._advice.lower import Lower
+from dtypepin._base.dtypes import cast
+from dtypepin._base.errors import PinError, warn
+from dtypepin._base.model_state import random_numbers_kept
 from dtypepin._base.nested import map_tensors
-from dtypepin._base.selection import Named
 from dtypepin._pin.verbs import pin_dtype
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 @dataclass
-class Candidate:
-    """A module that may be pinned. Errors are squared L2 errors that it alone makes in the output.
+class Shares:
+    """What was found while the shares of all candidates were measured.
 
     Attributes:
-        found: the module and its names.
-        low: error of the module in low precision.
-        pin: error of the module pinned, its output cast back.
-        keep: the same with ``output="keep"``.
-        price: what the pin costs, in the unit that was asked for.
-        flops: floating-point operations of all its calls.
-        seconds: time of all its calls, in float32.
-        bytes: what its weights and outputs take more in float32.
-        must: in low precision its output is not finite, where float32 gives a finite one.
-        restorable: whether its float32 output stays finite when it is cast back.
-        measured: whether it could be run by itself.
+        references: the float32 outputs, batch by batch.
+        has_gradients: whether there are shares at all.
+        forwards: what it took, in forwards of the model.
     """
 
-    found: Named
-    low: float = 0.0
-    pin: float = 0.0
-    keep: float = 0.0
-    price: float = 0.0
-    flops: float = 0.0
-    seconds: float = 0.0
-    bytes: float = 0.0
-    must: bool = False
-    restorable: bool = True
-    measured: bool = True
-    calls: list[_Call] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Its first dotted name."""
-        return self.found.names[0]
+    references: list[list[Tensor]]
+    has_gradients: bool
+    forwards: float
 
 
-@dataclass
-class _Call:
-    """One call of a candidate: its output in the graph, and how it differs.
+def measure(
+    lower: Lower,
+    batches: list[Batch],
+    candidates: list[Candidate],
+    came: Came,
+    probes: int | None,
+    seed: int,
+    progress: Callable[[str], object],
+) -> Shares:
+    """Run the float32 reference with shadows, and the probes backward through it.
 
-    Attributes:
-        exact: the float32 output on the input that comes in low precision.
-        low: the output in low precision.
-        pinned: the output with the pin, before it is cast back.
-        restore: the dtype that a pinned output is cast back to.
-        out: the output in the graph; the copies of it that went on.
+    Args:
+        lower: how the model runs in low precision.
+        batches: the inputs.
+        candidates: their errors, prices and ``measured`` are filled in.
+        came: the dtypes that come into them in low precision.
+        probes: backward passes; None for enough.
+        seed: for the random signs.
+        progress: called with a line of text now and then.
     """
-
-    exact: list[Tensor]
-    low: list[Tensor]
-    pinned: list[Tensor]
-    restore: torch.dtype
-    out: list[Tensor] = field(default_factory=list)
-    went_on: list[Tensor] = field(default_factory=list)
-
-    def errors(self, i: int, is_output: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """What the low, the pinned and the kept output differ by."""
-        exact, low, pinned = self.exact[i], self.low[i], self.pinned[i]
-        back, kept = cast(pinned, self.restore), pinned
-        if not is_output:
-            kept = cast(pinned, low.dtype)  # a wider one the next module rounds itself
-        low, back, kept = (
-            (other.float() - exact).nan_to_num(0.0, 0.0, 0.0) for other in (low, back, kept)
+    generator = torch.Generator().manual_seed(seed)
+    shadows = Shadows(lower, candidates, came)
+    references = []
+    has_gradients = True
+    size, probes_done = 0, 0
+    for number, batch in enumerate(batches):
+        progress(f"shares: batch {number + 1} of {len(batches)}")
+        with shadows.watching(), torch.enable_grad():
+            out = outputs(lower.reference(batch))
+            if not out:
+                raise PinError(
+                    "got an output without floating tensors, in tensors, dicts, lists, tuples "
+                    "or dataclasses; expected some, to compare"
+                )
+            references.append(as_float32(out))
+            rows = out[0].shape[0] if out[0].dim() else 1
+            if not rows or any(tensor.isnan().any() for tensor in out):
+                what = "nan as the float32 output" if rows else "a batch without samples"
+                raise PinError(f"inputs: got {what}, expected numbers to compare with")
+            done = probes or max(2, min(6, math.ceil(32 / (rows * len(batches)))))
+            size += rows * done
+            probes_done += done
+            try:
+                for _ in range(done if has_gradients else 0):
+                    has_gradients = shadows.add_probe(out, generator, 1 / done)
+                    if not has_gradients:
+                        break
+            except RuntimeError:  # an op without a derivative
+                has_gradients = False
+        shadows.forget()
+    if has_gradients and size < 16:
+        warn(
+            f"inputs: samples times probes are {size}, expected 16 or more for shares to be "
+            "trusted; give more samples, or probes="
         )
-        return low, back, kept
-
-
-class Lower:
-    """How the model runs in low precision: under autocast, or cast as a whole.
-
-    Every run begins with the same buffers, attributes and random numbers.
-
-    Attributes:
-        model: the model that runs; a cast copy where it is cast as a whole.
-        dtype: the low dtype.
-        whole: whether the model is cast as a whole.
-    """
-
-    def __init__(
-        self, model: nn.Module, state: ModelState, dtype: torch.dtype, whole: bool, seed: int
-    ) -> None:
-        self.dtype, self.whole, self.seed = dtype, whole, seed
-        self.exact = model
-        self.model = copy.deepcopy(model).to(dtype) if whole else model
-        self.states = [state, ModelState(self.model)] if whole else [state]
-        tensors = [*model.parameters(), *model.buffers()]
-        self.device = tensors[0].device.type if tensors else "cpu"
-        # A candidate's module in the model that runs, by the module in the float32 model.
-        self.twin = dict(zip(model.modules(), self.model.modules(), strict=True))
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The precision of the low run."""
-        with torch.autocast(self.device, self.dtype, enabled=not self.whole), torch.no_grad():
-            yield
-
-    def begin(self) -> None:
-        """Make the model what it was before it ever ran."""
-        for state in self.states:
-            state.put_back()
-        for generator in generators(self.exact):
-            generator.manual_seed(self.seed)
-
-    def reference(self, batch: Batch) -> Any:
-        """The output of a float32 forward."""
-        args, kwargs = fresh(batch)
-        self.begin()
-        return self.exact(*args, **kwargs)
-
-    def forward(self, batch: Batch, pins: dict[str, Any] | None) -> list[Tensor]:
-        """The floating outputs of a low-precision forward, with real pins, as float32."""
-        args, kwargs = fresh(batch)
-        self.begin()
-        if self.whole:
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: cast(tensor, self.dtype))
-        with ExitStack() as stack:
-            if pins is not None:
-                stack.enter_context(pin_dtype(self.model, **pins))
-            stack.enter_context(self.running())
-            return as_float32(self.model(*args, **kwargs))
-
-
-def fresh(batch: Batch) -> Batch:
-    """A batch of its own for one forward: modules in place must not write into the user's."""
-    new: Batch = _copied(batch, lambda tensor: tensor.detach().clone())
-    return new
-
-
-def outputs(value: Any, above: tuple[Any, ...] = ()) -> list[Tensor]:
-    """The floating tensors in a model's output, in order; complex ones as pairs of floats."""
-    if isinstance(value, Tensor):
-        value = torch.view_as_real(value) if value.is_complex() else value
-        return [value] if value.dtype in FLOATS else []
-    if isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        items = list(value)
-    elif dataclasses.is_dataclass(value):
-        items = [getattr(value, each.name, None) for each in dataclasses.fields(value)]
-    else:
-        return []
-    if any(value is outer for outer in above):
-        return []  # a container that holds itself
-    return [tensor for item in items for tensor in outputs(item, (*above, value))]
-
-
-def as_float32(value: Any) -> list[Tensor]:
-    """Copies of a model's outputs: it may use the same memory for the next ones."""
-    return [tensor.detach().to(torch.float32, copy=True) for tensor in outputs(value)]
-
-
-def leaves(value: Any) -> list[Tensor]:
-    """The floating tensors in a nested value, in order, each once."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, look)
-    return found
+    if any(looks_like_noise(tensor) for batch in batches for tensor in leaves(batch)):
+        warn(
+            "inputs: they look like random noise; rounding errors depend on the data, so use "
+            "real inputs"
+        )
+    leaf = [c for c in candidates if not any(c.found.module.children())]
+    total_flops = sum(c.flops for c in leaf) or 1.0
+    # The reference, two or three runs of every candidate, and backwards without weights.
+    shadow = (3 if lower.whole else 2) * sum(c.flops for c in candidates)
+    forwards = 1 + shadow / total_flops + probes_done / len(batches)
+    return Shares(references, has_gradients, forwards)
 
 
 class Shadows:
@@ -207,11 +126,11 @@ class Shadows:
         self,
         lower: Lower,
         candidates: Sequence[Candidate],
-        dtypes: dict[nn.Module, list[list[torch.dtype]]],
+        dtypes: Came,
     ) -> None:
         self.lower, self.candidates, self.dtypes = lower, candidates, dtypes
         self.by_module = {candidate.found.module: candidate for candidate in candidates}
-        self.open: list[_Call | None] = []
+        self.open: list[Call | None] = []
         self.calls: dict[nn.Module, int] = {}
         self.busy = False
         self.in_backward = False
@@ -261,7 +180,7 @@ class Shadows:
             self.by_module[module].calls.append(call)
         return new
 
-    def shadow(self, candidate: Candidate, args: Any, kwargs: Any) -> _Call | None:
+    def shadow(self, candidate: Candidate, args: Any, kwargs: Any) -> Call | None:
         """The errors of one call: of its low-precision and of its pinned output."""
         module = candidate.found.module
         number = self.calls[module] = self.calls.get(module, -1) + 1
@@ -271,7 +190,7 @@ class Shadows:
         rounded = map_tensors((args, kwargs), lambda tensor: _to(tensor, next(dtypes, None)))
         first = next(iter(leaves(rounded)), None)
         try:
-            rounded = _copied(rounded, lambda tensor: tensor)
+            rounded = copied(rounded, lambda tensor: tensor)
             exact, flops, seconds = _measured(module, map_tensors(rounded, Tensor.float))
             with self.lower.running():
                 low = leaves(self.lower.twin[module](*rounded[0], **rounded[1]))
@@ -300,7 +219,7 @@ class Shadows:
         candidate.flops += flops
         candidate.seconds += seconds
         candidate.bytes += bytes_more
-        return _Call(exact, low, pinned, restore)
+        return Call(exact, low, pinned, restore)
 
     def add_probe(self, output: list[Tensor], generator: torch.Generator, weight: float) -> bool:
         """Add one backward pass of random signs; False where there is no gradient at all.
@@ -359,18 +278,6 @@ def _per_sample(grad: Tensor, eps: Tensor, batch: int) -> Tensor:
 
 def _to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach() if dtype is None else cast(tensor.detach(), dtype)
-
-
-def _copied(values: Any, copy_float: Callable[[Tensor], Tensor]) -> Any:
-    """A copy in which all that a forward might change, caches and indices too, is its own."""
-    memo: dict[int, Any] = {}
-
-    def look(tensor: Tensor) -> Tensor:
-        memo[id(tensor)] = copy_float(tensor)
-        return tensor
-
-    map_tensors(values, look)
-    return copy.deepcopy(values, memo)
 
 
 def _measured(module: nn.Module, values: Any) -> tuple[list[Tensor], float, float]:
