@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtypepin._audit import verdicts, without_pins
 from dtypepin._audit.calls import Calls
@@ -24,7 +23,11 @@ from dtypepin._audit.seen import Pins, quoted
 from dtypepin._audit.without_pins import Hook, WithoutPins
 from dtypepin._base.errors import PinError
 from dtypepin._base.selection import named
-from dtypepin._base.torch_private import in_backward, register_global_forward_hook
+from dtypepin._base.torch_private import (
+    TorchDispatchMode,
+    in_backward,
+    register_global_forward_hook,
+)
 from dtypepin._pin import arguments, frames, hooks, reads, region, storage
 from dtypepin._pin.frames import Rule
 from dtypepin._pin.hooks import Pin

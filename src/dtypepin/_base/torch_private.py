@@ -58,6 +58,11 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_e
 is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 
 
+def is_subclass(value: object) -> bool:
+    """Whether a tensor is a wrapper around others, such as a DTensor."""
+    return is_traceable_wrapper_subclass(value)  # for mypy, its TypeGuard excludes every Tensor
+
+
 def in_functorch() -> bool:
     """Whether a ``torch.func`` transform (grad, vmap, jvp ...) is active in this thread."""
     functorch = getattr(torch._C, "_functorch", None)

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from dtypepin._base.errors import PinError, warn
 from dtypepin._base.selection import Named
+from dtypepin._base.torch_private import is_subclass
 from dtypepin._pin.reads import own_floats
-from dtypepin._pin.storage import is_subclass
 
 
 def check_storing(

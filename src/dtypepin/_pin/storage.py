@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtypepin._base.dtypes import FLOATS, cast
+from dtypepin._base.torch_private import is_subclass
 from dtypepin._pin.frames import Rule
 from dtypepin._pin.reads import ParameterView, Stored, views
 
@@ -167,11 +167,6 @@ def _backup(value: Tensor, stored: Stored) -> Tensor | None:
     if backup is None or backup.shape != value.shape or backup.is_meta:
         return None
     return backup.to(value.device)
-
-
-def is_subclass(value: object) -> bool:
-    """Whether a tensor is a wrapper around others, such as a DTensor."""
-    return is_traceable_wrapper_subclass(value)  # for mypy, its TypeGuard excludes every Tensor
 
 
 def _survives(value: Tensor, dtype: torch.dtype) -> bool:

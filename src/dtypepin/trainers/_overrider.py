@@ -147,7 +147,7 @@ class DtypeOverrider:
                     "were loaded, before the pins: call before_train() before loading it"
                 )
         if self.verbose and before is None:
-            self._log(self.pins, (getattr(trainer, "logger", None) or logger).info)
+            _log(self.pins, self.settings, (getattr(trainer, "logger", None) or logger).info)
 
     def before_run(self, runner: Any) -> None:
         """Pin the model before MMEngine resumes; ``runner.val()`` and ``test()`` call it, too."""
@@ -194,22 +194,6 @@ class DtypeOverrider:
         if pins is not None:
             pins.remove()
 
-    def _log(self, pins: PinHandles, info: Callable[[str], object]) -> None:
-        stored: set[int] = set()  # by identity: two pinned methods or modules may share one
-        for pin in pins:
-            name = pin.name or "(root)"
-            info(f"pinned {name}.{pin.method} ({pin.class_name}) to {short(self.dtype)}")
-            if not self.override_parameters or pin.module is None:
-                continue
-            for parameter, value in own_floats(pin.module):
-                if id(value) not in stored:
-                    stored.add(id(value))
-                    info(f"stored {name}.{parameter} in {short(self.dtype)}")
-        info(
-            f"{len(pins)} methods pinned to {short(self.dtype)}, "
-            f"{len(stored)} parameters stored in it"
-        )
-
     def __repr__(self) -> str:
         return (
             f"DtypeOverrider(patterns={[p.pattern for p in self.patterns]}, "
@@ -219,6 +203,22 @@ class DtypeOverrider:
             f"check_interval={self.check_interval}, inputs={self.inputs!r}, "
             f"output={self.output!r})"
         )
+
+
+def _log(pins: PinHandles, settings: Settings, info: Callable[[str], object]) -> None:
+    """Each pinned method, each stored parameter, and a summary."""
+    stored: set[int] = set()  # by identity: two pinned methods or modules may share one
+    dtype = short(settings.dtype)
+    for pin in pins:
+        name = pin.name or "(root)"
+        info(f"pinned {name}.{pin.method} ({pin.class_name}) to {dtype}")
+        if not settings.override or pin.module is None:
+            continue
+        for parameter, value in own_floats(pin.module):
+            if id(value) not in stored:
+                stored.add(id(value))
+                info(f"stored {name}.{parameter} in {dtype}")
+    info(f"{len(pins)} methods pinned to {dtype}, {len(stored)} parameters stored in it")
 
 
 def _calls_super(method: object) -> bool:
