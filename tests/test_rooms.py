@@ -206,3 +206,35 @@ def test_each_source_file_has_tests_that_are_found_by_its_name():
             assert f"test_{name.name}" in tests or f"`{file}`" in page, file
     for named in re.findall(r"`(test_\w+)\.py`", page):
         assert named in tests, f"tests/README.md names {named}.py, which is not there"
+
+
+def named_in(page):
+    """What a page names in backticks and code: files, tests and functions."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"[\w./]*\w+\.py(?:::\w+)?", text), re.findall(r"`(\w+\.\w+)`", text)
+
+
+@pytest.mark.parametrize("page", ["README.md", "src/README.md", "tests/README.md"])
+def test_what_the_pages_name_is_there(page):
+    everywhere = {path.relative_to(ROOT).as_posix(): path for path in ROOT.rglob("*.py")}
+    names, _ = named_in(page)
+    for name in names:
+        path, _, test = name.partition("::")
+        found = [everywhere[one] for one in everywhere if f"/{one}".endswith(f"/{path}")]
+        assert found, name
+        assert not test or any(f"def {test}(" in one.read_text(encoding="utf-8") for one in found)
+    assert names
+
+
+def test_what_the_page_about_the_source_names_is_in_that_file():
+    _, names = named_in("src/README.md")
+    text = {path.stem: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+    classes = {
+        one: part for part in text.values() for one in re.findall(r"^class (\w+)", part, re.M)
+    }
+    checked = [name for name in names if name.partition(".")[0] in text | classes]
+    for name in checked:
+        where, _, what = name.partition(".")
+        if what != "py":
+            assert re.search(rf"\b{what}\b", text.get(where) or classes[where]), name
+    assert len(checked) >= 15

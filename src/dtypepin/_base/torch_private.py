@@ -15,6 +15,8 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 #: torch's own version, major and minor.
