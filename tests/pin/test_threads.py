@@ -1,5 +1,6 @@
 """Many threads on one pinned model: every result right. F5 of the cases."""
 
+import gc
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -98,5 +99,23 @@ def test_threads_that_ended_leave_no_frames():
         worker = threading.Thread(target=m, args=(torch.ones(1, 4),))
         worker.start()
         worker.join()
-    gone = frames._frames_of_threads.keys() - sys._current_frames().keys()
-    assert len(gone) <= 1  # the last one's
+    assert not {life.thread_id for life in frames._lives} - sys._current_frames().keys()
+
+
+def test_the_collector_rests_while_the_stacks_of_other_threads_are_asked_for(monkeypatch):
+    asked, real = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: (asked.append(gc.isenabled()), real())[1])
+    m, running, done = nn.Linear(4, 4), threading.Event(), threading.Event()
+    pins = dtypepin.apply(m, "^$")
+    m.register_forward_pre_hook(lambda *_: (running.set(), done.wait(10))[0] and None)
+    worker = threading.Thread(target=m, args=(torch.ones(1, 4),))
+    worker.start()
+    running.wait(10)
+    assert asked == []  # a thread's first call does without
+    pins.remove()
+    done.set()
+    worker.join(10)
+    m(torch.ones(1, 4))
+    assert asked
+    assert not any(asked)
+    assert gc.isenabled()

@@ -6,9 +6,11 @@ running thread; nothing is written on the module.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -97,17 +99,23 @@ class Frame:
         self.displaced: list[tuple[dict[str, Any], str, nn.Parameter]] | None = None
 
 
-#: The frames of every thread, by its identifier.
-_frames_of_threads: dict[int, list[Frame]] = {}
+class _Life:
+    """The frames of one thread, held by that thread alone: they go when it ends."""
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self.frames = frames
+        self.thread_id = threading.get_ident()
+
+
+_lives: weakref.WeakSet[_Life] = weakref.WeakSet()
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.disabled: list[frozenset[int]] = []
-        for gone in _frames_of_threads.keys() - sys._current_frames().keys():
-            _frames_of_threads.pop(gone, None)  # with what their last call was given
-        _frames_of_threads[threading.get_ident()] = self.frames
+        self.life = _Life(self.frames)
+        _lives.add(self.life)
 
 
 # Module-level, not on the pins: a threading.local can be neither pickled nor deep-copied.
@@ -135,13 +143,32 @@ def is_running(owner: FrameType, top: FrameType | None = None) -> bool:
 
 def is_entered(rule: Rule) -> bool:
     """Whether a call in a region of this rule is running, in any thread."""
-    for thread_id, frames in list(_frames_of_threads.items()):
-        owners = [frame.owner for frame in list(frames) if frame.rule is rule]
+    for life in list(_lives):
+        owners = [frame.owner for frame in list(life.frames) if frame.rule is rule]
         if owners:
-            top = sys._current_frames().get(thread_id)  # None: the thread is gone
+            top = _top(life.thread_id)  # None: the thread is gone
             if top and any(owner is None or is_running(owner, top) for owner in owners):
                 return True
     return False
+
+
+_asking = threading.RLock()
+
+
+def _top(thread_id: int) -> FrameType | None:
+    """The innermost Python frame of a thread."""
+    if thread_id == threading.get_ident():
+        return sys._getframe()
+    # Up to Python 3.11 ``_current_frames`` holds a lock that a new thread needs: a collection in
+    # it, whose finalizer lets another thread run, stops both for good.
+    with _asking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread_id)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def let_go(rule: Rule) -> None:
