@@ -17,6 +17,7 @@ def run(*args):
 def test_the_demonstration_pins_measures_and_undoes():
     done = run()
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("A transformer of 2 blocks under bf16 autocast")
     lines = done.stdout.splitlines()
     verdicts = {tuple(line.split()[:4]): line.split()[5] for line in lines if " forward " in line}
     assert verdicts["head", "Linear", "forward", "float32"] == "honoured"
@@ -30,9 +31,32 @@ def test_the_demonstration_pins_measures_and_undoes():
     assert "The undo was exact" in done.stdout
 
 
-def test_an_undo_that_is_not_exact_gives_1(monkeypatch, capsys):
+def _hook(module):
+    module.register_forward_hook(lambda *_: None)
+
+
+def _pre_hook(module):
+    module.register_forward_pre_hook(lambda *_: None)
+
+
+def _attribute(module):
+    module.left = 1
+
+
+def _dict(module):
+    module._parameters = type("Parameters", (dict,), {})(module._parameters)
+
+
+@pytest.mark.parametrize("leave", [None, _hook, _pre_hook, _attribute, _dict])
+def test_an_undo_that_is_not_exact_gives_1(monkeypatch, capsys, leave):
+    def remove(pins):
+        if leave is not None:
+            real(pins)
+            leave(pins[0].module)
+
+    real = PinHandles.remove
     monkeypatch.setattr(sys, "argv", ["dtypepin"])
-    monkeypatch.setattr(PinHandles, "remove", lambda self: None)
+    monkeypatch.setattr(PinHandles, "remove", remove)
     assert __main__.main() == 1
     assert "The undo was NOT exact" in capsys.readouterr().out
 

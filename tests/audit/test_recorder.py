@@ -113,8 +113,11 @@ def test_a_compiled_model_runs_eagerly_and_it_is_said():
     filters = list(warnings.filters)
     with dtypepin.pin_dtype(m, "1"):
         for audited in (m, compiled):
-            with dtypepin.audit(audited) as report:
-                compiled(x())
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                with dtypepin.audit(audited) as report:
+                    compiled(x())
+            assert not [w for w in warned if "global hooks" in str(w.message)]
             assert verdicts(report) == {"1": ("honoured", "")}
             assert report.notes == ["compiled code ran eagerly for this audit"]
     assert not ran
@@ -245,3 +248,23 @@ def test_a_model_of_two_thousand_modules():
     assert len(report.pins) == 2000
     assert {pin.verdict for pin in report.pins} == {"honoured"}
     assert len(report.modules) == 2001
+
+
+def test_a_call_of_a_pinned_method_is_counted_once_whatever_it_calls():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def encode(self, x):
+            return self.inner(x + 1) * 2
+
+    m = Tokens().bfloat16()
+    with (
+        dtypepin.pin_dtype(m, "^$", methods_to_override=["encode"]),
+        dtypepin.audit(m) as report,
+    ):
+        m.encode(x())
+        m.encode(x())
+    (row,) = report.pins
+    assert (row.method, row.calls) == ("encode", 2)

@@ -203,7 +203,6 @@ def _check_types(plan: Plan) -> None:
         _expect(row, str, "name", "class_name", "remark")
         _expect(row, bool, "pinned")
         _expect(row, float, "share", "gain", "gain_keep", "price")
-    _expect(plan, str, "output", "unit")
     _expect(plan, bool, "reached")
     _expect(plan, int, "runs")
     _expect(plan, float, "error_before", "target", "error_predicted", "error_measured")
