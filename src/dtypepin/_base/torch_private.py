@@ -15,6 +15,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
@@ -58,6 +59,10 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_e
 
 #: Whether ``torch.jit.trace`` is tracing the call; the public question takes 170 ns.
 is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+
+
+#: The ``__torch_function__`` of a subclass whose ops give plain tensors, as ``nn.Parameter``'s.
+disabled_torch_function: Any = nn.Parameter.__torch_function__
 
 
 def is_subclass(value: object) -> bool:

@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dtypepin._pin.buffers import BufferCast
+from dtypepin._base.dtypes import cast
+from dtypepin._pin.casts import Cast, TracedCast
 
 #: Tells pins, and wrappers of methods, from each other.
 numbers = itertools.count()
@@ -66,6 +67,10 @@ def where(rule: Rule) -> str:
     return name if rule.method == "forward" else f"{name}, method {rule.method!r}"
 
 
+#: The dict of a module and the name in it under which somebody put a tensor, and what was there.
+Displaced: TypeAlias = tuple[dict[str, Any], str, Tensor]
+
+
 class Frame:
     """One region that was entered and not yet left.
 
@@ -76,11 +81,23 @@ class Frame:
         dtype: parameters and buffers read as this dtype; None for the dtype they had unpinned.
         restore: dtype of floating outputs; None leaves them alone.
         device: device type on which autocast was on and is switched on again; None for none.
-        buffers: buffers that were first read in another dtype here, to be written back.
-        displaced: parameters that were replaced by plain tensors, to be put back.
+        home: the outermost of the regions of this dtype round it, where casts are kept.
+        casts: parameters and buffers that were read in another dtype, by their ``id``.
+        traced: buffers that were read so in a graph.
+        displaced: parameters and buffers in whose place others were put.
     """
 
-    __slots__ = ("buffers", "device", "displaced", "dtype", "owner", "restore", "rule")
+    __slots__ = (
+        "casts",
+        "device",
+        "displaced",
+        "dtype",
+        "home",
+        "owner",
+        "restore",
+        "rule",
+        "traced",
+    )
 
     def __init__(
         self,
@@ -95,8 +112,27 @@ class Frame:
         self.dtype = dtype
         self.restore = restore
         self.device = device
-        self.buffers: list[BufferCast] | None = None
-        self.displaced: list[tuple[dict[str, Any], str, nn.Parameter]] | None = None
+        self.home = self
+        self.casts: dict[int, Cast] | None = None
+        self.traced: list[TracedCast] | None = None
+        self.displaced: list[Displaced] | None = None
+
+    def put_back(self) -> None:
+        """What was put in a tensor's place stays, in the dtype of what was there before."""
+        for values, name, old in self.displaced or ():
+            value = dict.get(values, name)
+            if value is None or value is old:
+                continue
+            if isinstance(old, nn.Parameter) and not isinstance(value, nn.Parameter):
+                dict.__setitem__(values, name, old)  # as a module refuses it
+            elif value.dtype is self.dtype and value.dtype is not old.dtype:
+                # ``self.weight = nn.Parameter(self.weight * 2)``, ``self.mean = new``
+                with torch.no_grad():
+                    new = cast(value.detach(), old.dtype)
+                if isinstance(value, nn.Parameter):
+                    new = nn.Parameter(new, value.requires_grad)
+                dict.__setitem__(values, name, new)
+        self.displaced = None
 
 
 class _Life:
@@ -185,7 +221,8 @@ def current() -> Frame | None:
     while frames:
         if is_alive(frames[-1]):
             return frames[-1]
-        stale = frames.pop()  # discarded, never restored from: it may be long after
+        stale = frames.pop()  # autocast is never restored from it: it may be long after
+        stale.put_back()
         if stale.rule.leaving is not None:
             let_go(stale.rule)
     return None
@@ -215,13 +252,3 @@ def disabled(rules: list[Rule]) -> Iterator[None]:
         yield
     finally:
         blocks.remove(block)
-
-
-def casts_of(frames: list[Frame]) -> list[BufferCast]:
-    """Buffers read in another dtype in the innermost regions, as far out as they share one."""
-    found: list[BufferCast] = []
-    for frame in reversed(frames):
-        if frame.dtype is not frames[-1].dtype:
-            break
-        found += frame.buffers or ()
-    return found

@@ -22,7 +22,7 @@ from dtypepin._base.torch_private import (
     run_by_dynamo,
     see_hooks,
 )
-from dtypepin._pin import arguments, buffers, frames, methods, reads, region
+from dtypepin._pin import arguments, casts, frames, methods, reads, region, standins, writes
 from dtypepin._pin.arguments import Args, Kwargs
 from dtypepin._pin.frames import Rule
 from dtypepin._pin.methods import PinnedMethod
@@ -227,13 +227,15 @@ def _passed_through(error: BaseException, owner: FrameType) -> bool:
 #: Whether compiled models with a graph break inside a pinned module keep their pins.
 SAFE_ACROSS_GRAPH_BREAKS = keep_out_of_dynamo_frames(
     arguments,
-    buffers,
+    casts,
     dtypes,
     frames,
     methods,
     nested,
     reads,
     region,
+    standins,
     torch_private,
+    writes,
     sys.modules[__name__],
 )

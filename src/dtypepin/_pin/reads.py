@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from dtypepin._base.dtypes import FLOATS, cast
-from dtypepin._base.torch_private import in_recomputation, run_by_dynamo
-from dtypepin._pin.buffers import BufferCast
+from dtypepin._base.torch_private import (
+    in_functorch,
+    in_recomputation,
+    is_exporting,
+    is_subclass,
+    is_tracing,
+    run_by_dynamo,
+)
+from dtypepin._pin.casts import Cast, TracedCast, has_graph, version
 from dtypepin._pin.frames import Frame, Rule, current, thread
+from dtypepin._pin.standins import BufferRead, ParameterRead, Read
 
 
 class Stored:
@@ -55,6 +63,9 @@ class ParameterView(dict[str, Any]):
     stored: Mapping[str, Stored] = {}  # never written to, always replaced
     plain: dict[str, Any]
 
+    #: What its entries are to whoever reads them in a region.
+    kind: type[Read] = ParameterRead
+
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
         frames = thread.frames
@@ -62,10 +73,10 @@ class ParameterView(dict[str, Any]):
             dtype = frames[-1].dtype
             if value.dtype is not dtype and value.dtype in FLOATS:
                 if is_dynamo_compiling():
-                    return self._read(name, value, frames[-1])
-                # Only ``module.weight`` is a read. Whoever looks into ``_parameters`` itself, as
-                # offloading and ``functional_call`` do, is there for the Parameter.
-                if sys._getframe(1).f_code.co_name == "__getattr__":
+                    return self._traced(name, value, frames[-1])
+                reader = sys._getframe(1)
+                direct = reader.f_code is not _GETATTR
+                if _computes(reader if direct else reader.f_back, direct):
                     frame = current()
                     if frame is not None:
                         return self._read(name, value, frame)
@@ -82,23 +93,65 @@ class ParameterView(dict[str, Any]):
         return value
 
     def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
-        if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
-            return value  # LazyLinear's own hook materialises it first
+        """The one cast of this tensor in these regions."""
+        if not _is_known(value):
+            return value
+        home = frame.home
+        if home.casts is not None:
+            known = home.casts.get(id(value))
+            if known is not None:
+                read = known.read
+                if read is not None and (known.version == version(value) or self._is_still(known)):
+                    return read
+        dtype = self.unpinned_dtype(name) if frame.dtype is None else frame.dtype
+        if value.dtype is dtype:
+            return value
+        if _is_traced(value):
+            return self._traced(name, value, frame)
+        made = Cast(value, dtype, self.kind)
+        if home.casts is None:
+            home.casts = {}
+        home.casts[id(value)] = made
+        read, made.made = made.made, None
+        assert read is not None
+        return read
+
+    def _is_still(self, known: Cast) -> bool:
+        """Somebody wrote to the tensor itself: whether the cast can be brought up to date."""
+        read = known.read
+        if read is None or has_graph(read):
+            return False  # it may be saved for backward
+        known.write_back(read)
+        known.refresh()
+        return True
+
+    def _traced(self, name: str, value: Tensor, frame: Frame) -> Tensor:
+        """A cast for a graph."""
         return cast(value, self.unpinned_dtype(name) if frame.dtype is None else frame.dtype)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, Read) and "cast" in value.__dict__:
+            value = value.__dict__["cast"].original  # what was read is put back
+        elif thread.frames:
+            self._replace(name, value)
+        dict.__setitem__(self, name, value)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Somebody puts another tensor in this one's place in a region."""
         frame = _frame()
         old = dict.get(self, name)
-        if frame is not None and isinstance(old, nn.Parameter):
-            if not isinstance(value, nn.Parameter):
-                # ``functional_call`` in a pinned forward: it will put back the cast that it read.
-                if frame.displaced is None:
-                    frame.displaced = []
-                frame.displaced.append((self, name, old))
-            elif value.dtype is frame.dtype and value is not old and old.dtype in FLOATS:
-                # Made from what was read here, as offloading does: it keeps its own dtype.
-                value.data = cast(value.data, old.dtype)
-        dict.__setitem__(self, name, value)
+        if frame is None or value is None or old is None or value is old:
+            return
+        if isinstance(value, nn.Parameter) and (
+            is_dynamo_compiling() or not _computes(sys._getframe(2), False)
+        ):
+            return  # sharding, offloading: it is theirs
+        home = frame.home
+        if home.displaced is None:
+            home.displaced = []
+        # What was there first counts: a master, and later the placeholder again.
+        if not any(values is self and name == known for values, known, _ in home.displaced):
+            home.displaced.append((self, name, old))
 
     def unpinned_dtype(self, name: str) -> torch.dtype:
         """The dtype that an entry has without pins."""
@@ -118,41 +171,70 @@ def _frame() -> Frame | None:
 class BufferView(ParameterView):
     """``module._buffers`` of a module in a pinned region: what is written to casts arrives."""
 
-    def _read(self, name: str, value: Tensor, frame: Frame) -> Tensor:
+    kind = BufferRead
+
+    def _recomputed(self, value: Any) -> Any:
+        return value if value is None else super()._recomputed(value)
+
+    def _traced(self, name: str, value: Tensor, frame: Frame) -> Tensor:
         # One cast for all regions of this dtype, so that what is written is seen by the next read.
         # A list, not a dict by ``id``: dynamo would compile anew for each new view.
         for outer in reversed(thread.frames):
             if outer.dtype is not frame.dtype:
                 break
-            for known in outer.buffers or ():
+            for known in outer.traced or ():
                 if known.original is value:
                     return known.read
-        read = super()._read(name, value, frame)
+        read = super()._traced(name, value, frame)
         if read is not value:
             if not is_dynamo_compiling():
                 if run_by_dynamo():
                     return read  # a change of the real frame would break the guards in the making
                 read.read_from = value  # type: ignore[attr-defined]
-            if frame.buffers is None:
-                frame.buffers = []
-            frame.buffers.append(BufferCast(value, read))
+            if frame.traced is None:
+                frame.traced = []
+            frame.traced.append(TracedCast(value, read))
         return read
 
     def __setitem__(self, name: str, value: Any) -> None:
         original = getattr(value, "read_from", None)
-        if original is not None:
-            value = original  # the cast that was read is put back, as ``functional_call`` does
-        elif isinstance(value, Tensor) and value.dtype in FLOATS and _frame() is not None:
-            old = dict.get(self, name)
-            if old is not None and old.dtype in FLOATS:
-                value = cast(value, old.dtype)  # ``self.mean = new``: it keeps its own dtype
-        dict.__setitem__(self, name, value)
+        # The cast that was read is put back, as ``functional_call`` does.
+        super().__setitem__(name, value if original is None else original)
 
 
-def put_back(values: dict[str, Any], name: str, parameter: nn.Parameter) -> None:
-    """End of a region: a parameter that was displaced in it returns."""
-    if not isinstance(dict.get(values, name), nn.Parameter):
-        dict.__setitem__(values, name, parameter)
+_GETATTR = nn.Module.__getattr__.__code__
+#: Kinds of tensors whose dtype is known to be what their bits mean.
+_KNOWN = (Tensor, nn.Parameter, getattr(nn, "Buffer", Tensor))
+#: Who manages parameters, and is there for the parameter itself and not to compute with it.
+_MANAGERS = ("torch.distributed.", "accelerate.", "deepspeed.")
+#: Torch itself looks into ``_parameters`` for the parameter, as ``functional_call`` does.
+_LOOKING = ("torch.", *_MANAGERS)
+
+
+def _is_known(value: Tensor) -> bool:
+    """Whether the dtype of a tensor is what its bits mean, as far as its class tells."""
+    kind = type(value)
+    # Export puts fake tensors in the place of parameters.
+    return kind in _KNOWN or is_subclass(value) or kind.__module__.startswith("torch._subclasses")
+
+
+def _computes(reader: FrameType | None, direct: bool) -> bool:
+    """Whether who reads a parameter in a region computes with it."""
+    if reader is None:
+        return True
+    name = reader.f_globals.get("__name__") or ""
+    return not name.startswith(_LOOKING if direct else _MANAGERS)
+
+
+def _is_traced(value: Tensor) -> bool:
+    """Whether a graph is being made, or there are no numbers to compare."""
+    return (
+        is_tracing()
+        or is_exporting()
+        or run_by_dynamo()
+        or in_functorch()
+        or not (type(value) in _KNOWN or type(value).__name__ == "DTensor")
+    )
 
 
 def views(module: nn.Module) -> Iterator[ParameterView]:

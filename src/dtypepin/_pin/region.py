@@ -18,10 +18,9 @@ from dtypepin._base.torch_private import (
     is_exporting,
     is_tracing,
 )
-from dtypepin._pin import arguments
+from dtypepin._pin import arguments, writes
 from dtypepin._pin.arguments import Args, Kwargs
-from dtypepin._pin.frames import Frame, Rule, casts_of, current, is_alive, let_go, thread, where
-from dtypepin._pin.reads import put_back
+from dtypepin._pin.frames import Frame, Rule, current, is_alive, let_go, thread, where
 
 #: Kinds of devices without autocast, for which ``torch.is_autocast_enabled`` is an error.
 _WITHOUT_AUTOCAST = frozenset(
@@ -104,10 +103,13 @@ def enter(
                     "the model opens itself, or take the pin off first"
                 )
             device = kind
-    if frames and frames[-1].dtype is not dtype:
-        for known in casts_of(frames):
-            known.write_back()  # read in this dtype, it is another cast
     frame = Frame(rule, owner, dtype, restore, device)
+    if frames:
+        outer = frames[-1]
+        if outer.dtype is dtype:
+            frame.home = outer.home
+        else:
+            writes.write_back(outer)  # read in this dtype, it is another cast
     frames.append(frame)
     if device is not None:
         # Not ``torch.autocast(...).__enter__()``: it breaks fullgraph, and a KeyboardInterrupt
@@ -142,15 +144,10 @@ def leave(frame: Frame, output: Any) -> Any:
     while frames.pop() is not frame:
         pass
     try:
-        if frame.buffers is not None:
-            for known in frame.buffers:
-                known.write_back()
+        if frame.casts is not None or frame.traced is not None or frame.displaced is not None:
+            writes.settle(frame)
         if frames and frames[-1].dtype is not frame.dtype:
-            for known in casts_of(frames):
-                known.refresh()
-        if frame.displaced is not None:
-            for parameters, name, parameter in reversed(frame.displaced):
-                put_back(parameters, name, parameter)
+            writes.refresh(frames[-1])
         restore = frame.restore
         if restore is None or output is None:
             return output
